@@ -1,0 +1,21 @@
+"""What the machines are: devices, links, and what a collective between them costs. No torch."""
+
+from osdp.cluster.cluster import Cluster
+from osdp.cluster.device import DTYPES, Device, device, devices
+from osdp.cluster.link import GROUPS, KINDS, Link, Measured, wire_bytes
+from osdp.cluster.sizes import format_bytes, parse_bytes
+
+__all__ = [
+    "DTYPES",
+    "GROUPS",
+    "KINDS",
+    "Cluster",
+    "Device",
+    "Link",
+    "Measured",
+    "device",
+    "devices",
+    "format_bytes",
+    "parse_bytes",
+    "wire_bytes",
+]

@@ -1,0 +1,223 @@
+"""Clusters: nodes of devices, their memory, and what a collective between them costs.
+
+Note [Groups]. A collective runs in one of three groups. 'world' is every rank. 'node' is the ranks of one
+node. 'across' is one rank of every node; devices_per_node such groups run at the same time and share each
+node's network. With one node 'world' is 'node' and 'across' has one rank; with one device a node 'world' is
+'across'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osdp.cluster.clusterfile import load_toml, read_cluster, write_toml
+from osdp.cluster.device import Device, device, require_fraction
+from osdp.cluster.link import GROUPS, KINDS, Link, Measured, require_word, wire_bytes
+from osdp.cluster.sizes import parse_bytes
+from osdp.errors import UsageError
+
+_WORD = re.compile(r"\s*(?:(?:(\d{1,9})\s*[xX]\s*)?(\d{1,9})\s*[xX]\s*)?(\S.*?)\s*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines a plan is for. Make one with `Cluster.parse`, `Cluster.of` or `Cluster.from_toml`.
+
+    `memory_bytes` replaces the device's own memory when it is not None. `node_link.bytes_per_second` is per
+    device and direction, `network.bytes_per_second` per node and direction.
+    """
+
+    nodes: int
+    devices_per_node: int
+    device: Device
+    memory_bytes: int | None = None
+    node_link: Link
+    network: Link
+    measured: tuple[Measured, ...] = ()
+    overlap: bool
+    reserve_fraction: float
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "devices_per_node"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(
+                    f"{key} is {value!r} but must be a whole number of at least 1, e.g. '2x8xA100-80GB'"
+                )
+        if self.memory_bytes is not None:
+            parse_bytes(self.memory_bytes)
+        require_fraction(self.reserve_fraction)
+        object.__setattr__(self, "measured", tuple(self.measured))
+        pairs = [(each.kind, each.group) for each in self.measured]
+        twice = sorted({f"{kind} in {group}" for kind, group in pairs if pairs.count((kind, group)) > 1})
+        if twice:
+            raise UsageError(f"{', '.join(twice)} is measured twice; keep one entry for each kind and group")
+
+    @classmethod
+    def of(
+        cls,
+        device_name: str | Device,
+        *,
+        nodes: int = 1,
+        devices_per_node: int = 1,
+        memory: str | int | None = None,
+        node_link: Link | None = None,
+        network: Link | None = None,
+        measured: Iterable[Measured] = (),
+        overlap: bool | None = None,
+        reserve_fraction: float | None = None,
+        name: str = "",
+    ) -> Cluster:
+        """A cluster of one kind of device; what is not given is the device's own."""
+        chosen = device(device_name) if isinstance(device_name, str) else device_name
+        return cls(
+            nodes=nodes,
+            devices_per_node=devices_per_node,
+            device=chosen,
+            memory_bytes=None if memory is None else parse_bytes(memory),
+            node_link=chosen.node_link if node_link is None else node_link,
+            network=chosen.network if network is None else network,
+            measured=tuple(measured),
+            overlap=chosen.overlap if overlap is None else overlap,
+            reserve_fraction=chosen.reserve_fraction if reserve_fraction is None else reserve_fraction,
+            name=name,
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """'2x8xA100-80GB' (nodes x devices x device), '8xRTX-TITAN', 'A100-80GB', or the path of a .toml."""
+        if text.strip().lower().endswith(".toml"):
+            return cls.from_toml(text.strip())
+        match = _WORD.fullmatch(text)
+        if match is None:
+            raise UsageError("the cluster is an empty text; write it as '2x8xA100-80GB' or give a .toml file")
+        return cls.of(match[3], nodes=int(match[1] or 1), devices_per_node=int(match[2] or 1))
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Cluster:
+        """A cluster file; its form is at the top of `osdp.cluster.clusterfile`."""
+        table = load_toml(path)
+        try:
+            return cls.from_dict(table)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, table: object) -> Cluster:
+        """What `to_dict` gave, or a table as in a cluster file."""
+        return cls(**read_cluster(table))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, with every figure of the device: reading it back needs no catalogue."""
+        memory = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
+        return {
+            "name": self.name,
+            "nodes": self.nodes,
+            "devices_per_node": self.devices_per_node,
+            **memory,
+            "reserve_fraction": self.reserve_fraction,
+            "overlap": self.overlap,
+            "node_link": self.node_link.to_dict(),
+            "network": self.network.to_dict(),
+            "device": self.device.to_dict(),
+            "collective": [each.to_dict() for each in self.measured],
+        }
+
+    def to_toml(self) -> str:
+        """The text of a cluster file that reads back equal."""
+        return write_toml(self.to_dict())
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a plan may use of one device: its memory without the reserve, rounded down."""
+        memory = self.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return int(memory * (1 - self.reserve_fraction))
+
+    @property
+    def word(self) -> str:
+        """The cluster's shape as `parse` reads it: '2x8xA100-80GB', '8xA100-80GB' or 'A100-80GB'."""
+        if self.nodes > 1:
+            return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
+        return (
+            f"{self.devices_per_node}x{self.device.name}" if self.devices_per_node > 1 else self.device.name
+        )
+
+    @property
+    def label(self) -> str:
+        """What to call it in print: its name, or its shape if it has none."""
+        return self.name or self.word
+
+    def group_size(self, group: str) -> int:
+        """Ranks in one group; see Note [Groups]."""
+        require_word("group", group, GROUPS)
+        if group == "world":
+            return self.world_size
+        return self.devices_per_node if group == "node" else self.nodes
+
+    def collective_seconds(self, kind: str, group: str, total_bytes: float) -> float:
+        """Seconds of one collective over `total_bytes`, the full (unsharded) size; 0.0 in a group of one.
+
+        Alpha-beta ring, n ranks, H nodes of D devices, S = total_bytes:
+
+            all_gather = reduce_scatter = latency + (n-1)/n * S / B,    all_reduce = 2 * all_gather
+
+        B, the rate of the ring's slowest edge:
+          node    node_link: every rank sends to its neighbour in the node.
+          across  network / D: D such groups share the node's network at the same time.
+          world   min(node_link, network): a ring visits each node's ranks in turn and leaves the node once,
+                  so that one crossing has the whole network. With D = 1 no edge is in a node: network.
+
+        Latency: D-1 hops in the node, then ceil(log2 H) between nodes:
+          node  a*(D-1)      across  A*ceil(log2 H)      world  a*(D-1) + A*ceil(log2 H)
+        A flat ring would pay A for every node; at thousands of ranks libraries go over to trees and
+        hierarchies for short messages, so that cost would be a fiction. For H = 2 both agree.
+
+        A `Measured` entry of this kind and group replaces latency and rate: latency + wire_bytes / rate.
+        """
+        require_word("collective", kind, KINDS)
+        ranks = self.group_size(group)
+        if not total_bytes >= 0:
+            raise UsageError(f"a collective over {total_bytes!r} bytes is impossible; give 0 or more")
+        if ranks == 1:
+            return 0.0
+        measured = self._measured(kind, group)
+        if measured is not None:
+            return measured.latency_seconds + wire_bytes(kind, ranks, total_bytes) / measured.bytes_per_second
+        rounds = 2 if kind == "all_reduce" else 1
+        return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(
+            group
+        )
+
+    def _latency_seconds(self, group: str) -> float:
+        inside = 0 if group == "across" else self.devices_per_node - 1
+        between = 0 if group == "node" else (self.nodes - 1).bit_length()  # ceil(log2(nodes))
+        return inside * self.node_link.latency_seconds + between * self.network.latency_seconds
+
+    def _rate(self, group: str) -> float:
+        if group == "node" or self.nodes == 1:
+            return self.node_link.bytes_per_second
+        if group == "across" or self.devices_per_node == 1:
+            return self.network.bytes_per_second / self.devices_per_node
+        return min(self.node_link.bytes_per_second, self.network.bytes_per_second)
+
+    def _measured(self, kind: str, group: str) -> Measured | None:
+        """The measurement of this group, or of another name of the same ranks; see Note [Groups]."""
+        same = [group]
+        if self.nodes == 1:
+            same += ["node", "world"]
+        elif self.devices_per_node == 1:
+            same += ["across", "world"]
+        for name in same:
+            for each in self.measured:
+                if each.kind == kind and each.group == name:
+                    return each
+        return None

@@ -1,0 +1,185 @@
+"""Clusters as tables: the one form that plan files (JSON) and cluster files (TOML) share.
+
+A cluster file, with everything but the first lines optional:
+
+    name = "lab"
+    nodes = 2
+    devices_per_node = 8
+    device = "A100-80GB"        # a catalogue name, or a [device] table below
+    memory = "40GiB"            # of each device, if not the device's own
+    reserve_fraction = 0.06     # of that memory, not planned with
+    overlap = true              # communication runs beside compute
+
+    [node_link]                 # inside a node: per device and direction
+    bytes_per_second = 240e9
+    latency_seconds = 3.4e-6
+
+    [network]                   # between nodes: per NODE and direction
+    bytes_per_second = 160e9
+    latency_seconds = 9.6e-6
+
+    [[collective]]              # a measured price replaces the model's for this kind and group
+    kind = "all_gather"         # all_gather, reduce_scatter, all_reduce
+    group = "world"             # world, node, across
+    latency_seconds = 45e-6     # of the whole call
+    bytes_per_second = 150e9    # wire bytes of one rank per second
+
+A device that is not in the catalogue, or differs from it, is a table; `like` starts from a catalogue device,
+without it every figure is needed:
+
+    [device]
+    like = "A100-80GB"
+    name = "A100-PCIe"
+    memory_bytes_per_second = 1935e9
+    peak_flops = { bf16 = 300e12 }
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from osdp.cluster.device import DTYPES, Device, device
+from osdp.cluster.form import Form
+from osdp.cluster.link import Link, Measured
+from osdp.errors import UsageError
+
+_LINK_KEYS = ("bytes_per_second", "latency_seconds", "name")
+_COLLECTIVE_KEYS = ("kind", "group", "latency_seconds", "bytes_per_second")
+_DEVICE_KEYS = ("like", "memory", *(each.name for each in dataclasses.fields(Device)))
+_CLUSTER_KEYS = (
+    *("name", "nodes", "devices_per_node", "device", "memory", "memory_bytes", "reserve_fraction", "overlap"),
+    *("node_link", "network", "collective"),
+)
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """The tables of a TOML file, or an error that names it."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path}: there is no such file; give a cluster file or a word such as '8xA100-80GB'"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); give a readable UTF-8 file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: is not valid TOML ({error}); correct that line") from None
+
+
+def read_cluster(table: object) -> dict[str, Any]:
+    """The fields of a `Cluster`, from its table; links, overlap and reserve default to the device's."""
+    form = Form(table, "", _CLUSTER_KEYS)
+    entry = form.raw("device")
+    chosen = device(entry) if isinstance(entry, str) else read_device(entry)
+    return {
+        "name": form.text("name", ""),
+        "nodes": form.whole("nodes", 1),
+        "devices_per_node": form.whole("devices_per_node", 1),
+        "device": chosen,
+        "memory_bytes": form.size(None),
+        "reserve_fraction": form.number("reserve_fraction", chosen.reserve_fraction),
+        "overlap": form.truth("overlap", chosen.overlap),
+        "node_link": _read_link(form, "node_link", "", chosen.node_link),
+        "network": _read_link(form, "network", "", chosen.network),
+        "measured": _read_measured(form.raw("collective", [])),
+    }
+
+
+def read_device(table: object) -> Device:
+    """A device from its table: what it states, on top of `like` where that is given."""
+    form = Form(table, "[device]", _DEVICE_KEYS)
+    base = device(form.text("like")) if form.has("like") else None
+    start: dict[str, Any] = {}
+    if base is not None:
+        start = {each.name: getattr(base, each.name) for each in dataclasses.fields(Device)}
+
+    def default(key: str) -> tuple[Any, ...]:
+        return (start[key],) if base is not None else ()
+
+    own_name = f"{base.name} (changed)" if base is not None else None
+    return Device(
+        name=form.text("name", own_name) if own_name else form.text("name"),
+        memory_bytes=form.size(*default("memory_bytes")),
+        peak_flops=_read_rates(form, start.get("peak_flops", {})),
+        memory_bytes_per_second=form.number("memory_bytes_per_second", *default("memory_bytes_per_second")),
+        node_link=_read_link(form, "node_link", "device.", *default("node_link")),
+        network=_read_link(form, "network", "device.", *default("network")),
+        overlap=form.truth("overlap", *default("overlap")),
+        matmul_efficiency=form.number("matmul_efficiency", *default("matmul_efficiency")),
+        memory_efficiency=form.number("memory_efficiency", *default("memory_efficiency")),
+        kernel_seconds=form.number("kernel_seconds", *default("kernel_seconds")),
+        reserve_fraction=form.number("reserve_fraction", *default("reserve_fraction")),
+        note=form.text("note", start.get("note", "")),
+        source=_read_source(form, start.get("source", {})),
+    )
+
+
+def _read_rates(form: Form, base: Mapping[str, float]) -> dict[str, float]:
+    rates = Form(form.raw("peak_flops", {}), "[device.peak_flops]", DTYPES)
+    return dict(base) | {dtype: rates.number(dtype) for dtype in rates.table}
+
+
+def _read_source(form: Form, base: Mapping[str, str]) -> dict[str, str]:
+    given = form.raw("source", {})
+    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
+        raise UsageError(f"key 'source' in [device] is {given!r} but must be a table of texts; correct it")
+    return dict(base) | dict(given)
+
+
+def _read_link(form: Form, key: str, prefix: str, *default: Link) -> Link:
+    if default and not form.has(key):
+        return default[0]
+    link = Form(form.raw(key), f"[{prefix}{key}]", _LINK_KEYS)
+    return Link(link.number("bytes_per_second"), link.number("latency_seconds"), link.text("name", ""))
+
+
+def _read_measured(entries: object) -> tuple[Measured, ...]:
+    if not isinstance(entries, (list, tuple)):
+        raise UsageError(
+            f"key 'collective' is {entries!r} but must be a list of tables; write [[collective]]"
+        )
+    forms = [Form(entry, "[[collective]]", _COLLECTIVE_KEYS) for entry in entries]
+    return tuple(
+        Measured(
+            each.text("kind"),
+            each.text("group"),
+            each.number("latency_seconds"),
+            each.number("bytes_per_second"),
+        )
+        for each in forms
+    )
+
+
+def write_toml(table: Mapping[str, Any], place: str = "") -> str:
+    """TOML text of a table of texts, numbers, truths, tables and lists of tables: all a cluster needs.
+
+    Plain values come first because in TOML what follows a heading belongs to it.
+    """
+    plain = {key: value for key, value in table.items() if not isinstance(value, (Mapping, list))}
+    lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
+    text = "\n".join(lines) + "\n" if lines else ""
+    for key, value in table.items():
+        heading = f"{place}.{_key(key)}" if place else _key(key)
+        if isinstance(value, Mapping):
+            text += f"\n[{heading}]\n{write_toml(value, heading)}"
+        elif isinstance(value, list):
+            text += "".join(f"\n[[{heading}]]\n{write_toml(each, heading)}" for each in value)
+    return text
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _value(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string but for DEL and the surrogate pairs of ensure_ascii.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,211 @@
+"""The bytes that a unit holds, and from where to where: one list for each option, following FSDP2.
+
+[Note: Slot]
+The plan acts at marks (see [Note: Trace]). Each mark opens a stretch, and a stretch has three slots: first what is
+gathered is copied out, or gradients are copied in for their reduction; then the next gather is issued, or the
+reduction's result exists; then the stretch itself computes. A position is (visit, slot): a step visits the stages
+forward, then backward, then the optimizer. A hold is alive from `start` up to, not including, `end`.
+
+[Note: Prefetch]
+Every unit issues the next one's gather when its own is done, in both directions, so that one gather is under way
+while one unit computes. The gather's buffer lives from there until the next unit has copied it out.
+
+[Note: Reduction]
+A unit's gradients are copied into the reduction's input when the unit is left in backward; the input lives until the
+next unit's reduction begins. The result, in the master's dtype, is the rank's gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from osdp.cluster import Cluster
+from osdp.cost.training import Training
+from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept, shard_ranks
+from osdp.plan import FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+STATES = "optimizer states"
+GATHERED = "gathered copies"
+BUFFERS = "communication buffers"
+SAVED = "saved activations"
+TEMPORARIES = "temporaries"
+CONSTANTS = "buffers and inputs"
+PARTS = (PARAMETERS, GRADIENTS, STATES, GATHERED, BUFFERS, SAVED, TEMPORARIES, CONSTANTS)
+
+COPY, ISSUE, RUN = 0, 1, 2  # the three slots of a stretch; see [Note: Slot]
+
+
+class Position(NamedTuple):
+    visit: int
+    slot: int
+
+    def next(self) -> Position:
+        return Position(self.visit, self.slot + 1)
+
+
+START = Position(-1, 0)
+END = Position(1 << 40, 0)
+
+
+class Hold(NamedTuple):
+    part: str
+    nbytes: int
+    start: Position
+    end: Position
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a unit is used: positions of COPY slots, except the two issues. See [Note: Slot].
+
+    `issue` is where its gather is issued, None for the step's first. `reduced` is where the next reduction begins.
+    """
+
+    issue: Position | None
+    enter: Position | None
+    leave: Position | None
+    issue_again: Position | None
+    enter_again: Position | None
+    leave_again: Position | None
+    reduced: Position
+    gradients: tuple[tuple[str, Position], ...]
+
+
+def unit_holds(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+    """All that a unit's option holds in a step; affine in `option.sharded` from 1 on."""
+    sharded = option.sharded if option.mode != REPLICATE else 0
+    holds: list[Hold] = []
+    kinds = [(option.mode, sharded), (REPLICATE, option.slices - sharded)]
+    for mode, count in kinds:
+        if count:
+            sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+            holds += _held(mode, count, sizes, option, places, training, cluster)
+    if places.enter is None or places.leave is None:
+        return holds  # never used: it is held, and that is all
+    # Slices take turns: one is in use at a time, priced in the mode that needs most.
+    mode = option.mode if sharded else REPLICATE
+    sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+    holds += _forward(mode, option.slices, sizes, places, training, cluster)
+    holds += _backward(mode, option.slices, sizes, places, training, cluster)
+    if unit.trained and places.leave_again is not None:
+        holds += _reduction(mode, option, sizes, places, training)
+    return holds
+
+
+def _held(
+    mode: str, count: int, sizes: Sizes, option: Option, places: Places, training: Training, cluster: Cluster
+) -> list[Hold]:
+    """Parameters, states and, once reduced, gradients of `count` slices; and their copies between the passes."""
+    master, compute = training.precision.master_bytes, training.precision.compute_bytes
+    optimizer = training.optimizer
+    states = optimizer.states * sizes.trained * master + optimizer.counters * sizes.trained_tensors
+    holds = [Hold(PARAMETERS, count * sizes.held * master, START, END)]
+    if places.leave_again is not None:
+        holds.append(Hold(STATES, count * states, START, END))
+        gradient = count * sizes.trained * master
+        if training.accumulation > 1:  # from the second micro-batch on they are always there
+            begin = START if not option.reduce_once else places.leave_again.next()
+        else:
+            begin = places.leave_again.next()
+            if option.slices > 1 and places.gradients:  # slices are reduced one by one, inside the operator
+                begin = min(position for _, position in places.gradients)
+        holds.append(Hold(GRADIENTS, gradient, begin, END))
+        if training.accumulation > 1 and option.reduce_once:
+            width = training.reduce_bytes if training.precision.compute_bytes != training.reduce_bytes else compute
+            unreduced = sum(numel for _, numel in sizes.gradients) * width
+            holds.append(Hold(GRADIENTS, count * unreduced, START, END))
+    if places.leave is None or places.leave_again is None or places.enter_again is None:
+        return holds
+    if is_kept(mode):
+        # Kept slices gather up while the operator runs; between the passes they are the whole unit.
+        begin, finish = (places.leave, places.enter_again) if option.slices == 1 else (places.enter, places.leave_again)
+        holds.append(Hold(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish))
+    elif mode == FREE_TO_NODE:
+        shard = -(-sizes.gathered // cluster.devices_per_node) * compute
+        holds.append(Hold(GATHERED, count * shard, places.leave.next(), places.enter_again.next()))
+    return holds
+
+
+def _forward(
+    mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+) -> list[Hold]:
+    assert places.enter is not None and places.leave is not None
+    compute = training.precision.compute_bytes
+    copy = sizes.gathered * compute
+    holds = [Hold(GATHERED, copy, places.enter, places.leave)]
+    if mode == FREE_TO_NODE and slices == 1:  # its own part is cloned before the copy is freed
+        extra = sizes.clone_extra(cluster.devices_per_node) * compute
+        holds.append(Hold(GATHERED, copy + extra, places.leave, places.leave.next()))
+    return holds + _gather(mode, slices, sizes, sizes.held, places.issue, places.enter, places.leave, training)
+
+
+def _gather(
+    mode: str,
+    slices: int,
+    sizes: Sizes,
+    sent: int,
+    issue: Position | None,
+    enter: Position,
+    leave: Position,
+    training: Training,
+) -> list[Hold]:
+    """The buffers of one gather: its output, and the cast of what this rank sends; see [Note: Prefetch]."""
+    compute = training.precision.compute_bytes
+    if mode == REPLICATE:  # nothing is sent; a cast is made parameter by parameter
+        return [Hold(BUFFERS, sizes.cast_extra * compute, enter, enter.next())] if training.precision.casts else []
+    output = sizes.gathered * compute
+    holds = [Hold(BUFFERS, output, issue or enter, enter.next())]
+    if training.precision.casts and issue is not None:
+        holds.append(Hold(BUFFERS, sent * compute, issue, issue.next()))
+    if slices > 1:  # while a slice computes, the next one is gathered
+        holds.append(Hold(BUFFERS, output, enter.next(), leave))
+    return holds
+
+
+def _backward(
+    mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+) -> list[Hold]:
+    compute = training.precision.compute_bytes
+    if places.enter_again is None or places.leave_again is None:
+        return []
+    copy = sizes.gathered * compute
+    holds = [Hold(GATHERED, copy, places.enter_again, places.leave_again)]
+    if is_gathered_again(mode) or mode == REPLICATE:
+        sent = sizes.held if mode != FREE_TO_NODE else sizes.gathered // cluster.devices_per_node
+        holds += _gather(
+            mode, slices, sizes, sent, places.issue_again, places.enter_again, places.leave_again, training
+        )
+    return holds
+
+
+def _reduction(mode: str, option: Option, sizes: Sizes, places: Places, training: Training) -> list[Hold]:
+    """The unit's own gradients until they are copied, then the reduction's buffers; see [Note: Reduction]."""
+    assert places.leave_again is not None
+    compute, master, reduce = (
+        training.precision.compute_bytes,
+        training.precision.master_bytes,
+        training.reduce_bytes,
+    )
+    leave = places.leave_again
+    numels = dict(sizes.gradients)
+    held_longer = sizes.gradients[-1][0] if mode != REPLICATE else None  # FSDP2's loop variable still names the last
+    holds = [
+        Hold(GRADIENTS, numels[name] * compute, position, leave.next().next() if name == held_longer else leave.next())
+        for name, position in places.gradients
+        if name in numels
+    ]
+    entry = leave
+    if option.slices > 1 and places.gradients:
+        entry = min(position for _, position in places.gradients)
+    holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, places.reduced))
+    result = sizes.trained * reduce
+    if reduce != master:
+        lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE)  # FSDP2 holds the all-reduce's buffer to the end
+        holds.append(Hold(BUFFERS, result, leave.next(), END if lasting else leave.next().next()))
+    if training.accumulation > 1:  # the new result is added to the old one
+        holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), leave.next().next()))
+    return holds
+

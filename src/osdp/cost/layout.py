@@ -1,0 +1,217 @@
+"""Where things happen: the order of a step's visits, and the places at which each unit is used.
+
+[Note: Shape]
+A stage's shape is its granularity and whether it is recomputed. It fixes the stage's trace and its units. The places
+of a stage's units depend on its own shape alone, except that the first gather and the last reduction of a stage reach
+into the neighbouring visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from osdp.cost.holds import COPY, END, ISSUE, Places, Position
+from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
+from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class Shape:
+    granularity: str
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A unit's stretches within one stage; NOWHERE where it has none."""
+
+    enter: int
+    leave: int
+    enter_again: int  # where backward, or the second forward, first needs it
+    reached: int  # where backward itself reaches it
+    leave_again: int
+    gradients: tuple[tuple[str, int], ...]
+
+
+def footprint(trace: Trace, unit: Unit) -> Footprint:
+    names, parameters = set(unit.modules), {parameter.name for parameter in unit.parameters}
+
+    def at(stretches: Sequence[Stretch], kind: str, again: bool, last: bool) -> int:
+        found = [
+            index
+            for index, stretch in enumerate(stretches)
+            if stretch.mark.kind == kind and stretch.mark.again == again and stretch.mark.name in names
+        ]
+        return NOWHERE if not found else found[-1 if last else 0]
+
+    reached = at(trace.backward, "enter", again=False, last=False)
+    again = at(trace.backward, "enter", again=True, last=False)
+    gradients: dict[str, int] = {}
+    for index, stretch in enumerate(trace.backward):
+        if stretch.mark.kind == "gradient" and stretch.mark.name in parameters:
+            gradients.setdefault(stretch.mark.name, index)
+    return Footprint(
+        enter=at(trace.forward, "enter", again=False, last=False),
+        leave=at(trace.forward, "leave", again=False, last=True),
+        enter_again=min((place for place in (reached, again) if place != NOWHERE), default=NOWHERE),
+        reached=reached,
+        leave_again=at(trace.backward, "leave", again=False, last=True),
+        gradients=tuple(gradients.items()),
+    )
+
+
+@dataclass(frozen=True)
+class ShapedStage:
+    """A stage in one shape: its units with their footprints."""
+
+    stage: Stage
+    shape: Shape
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def trace(self) -> Trace:
+        return self.stage.trace(self.shape.recompute)
+
+    @cached_property
+    def footprints(self) -> tuple[Footprint, ...]:
+        return tuple(footprint(self.trace, unit) for unit in self.units)
+
+
+def levels(stretches: Sequence[Stretch], batch: int) -> IntArray:
+    """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the stretch's peak."""
+    result = np.zeros(3 * len(stretches), dtype=np.int64)
+    before = 0
+    for index, stretch in enumerate(stretches):
+        result[3 * index : 3 * index + 2] = before
+        result[3 * index + 2] = stretch.peak_at(batch)
+        before = stretch.end.at(batch)
+    return result
+
+
+class Layout:
+    """A step in given shapes: visits 0 to n-1 are the stages forward, n to 2n-1 backward, 2n the optimizer."""
+
+    def __init__(self, graph: ModelGraph, shapes: Sequence[Shape], choices: Sequence[dict[str, tuple[Unit, ...]]]) -> None:
+        self.graph = graph
+        self.shaped = tuple(
+            ShapedStage(stage, shape, units[shape.granularity])
+            for stage, shape, units in zip(graph.stages, shapes, choices, strict=True)
+        )
+
+    def visit(self, stage: int, backward: bool) -> int:
+        return 2 * len(self.shaped) - 1 - stage if backward else stage
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        return [unit for shaped in self.shaped for unit in shaped.units]
+
+    @cached_property
+    def places(self) -> list[Places]:
+        """The places of every unit, in the order of `units`."""
+        raw = [self._raw(index, unit) for index, shaped in enumerate(self.shaped) for unit in shaped.units]
+        entered = sorted((p.enter, i) for i, p in enumerate(raw) if p.enter is not None)
+        issues = {i: Position(before[0].visit, before[0].slot + ISSUE) for before, (_, i) in _pairs(entered)}
+        reached = sorted((p.reached, i) for i, p in enumerate(raw) if p.reached is not None)
+        again: dict[int, Position] = {}
+        for before, (_, i) in _pairs(reached):
+            again[i] = Position(before[0].visit, before[0].slot + ISSUE)
+        for i, position in issues.items():  # a second forward gathers as the first did: the unit before issues it
+            place = raw[i]
+            second = self._second_issue(raw, entered, i)
+            if second is not None and place.enter_again is not None and second < place.enter_again:
+                again[i] = min(again.get(i, second), second)
+        for i, place in enumerate(raw):
+            if i in again and place.enter_again is not None and again[i] >= place.enter_again:
+                del again[i]
+        left = sorted((p.leave_again, i) for i, p in enumerate(raw) if p.leave_again is not None)
+        reduced = {i: after[0] for (_, i), after in _pairs(left)}
+        return [
+            Places(
+                issue=issues.get(i),
+                enter=p.enter,
+                leave=p.leave,
+                issue_again=again.get(i),
+                enter_again=p.enter_again,
+                leave_again=p.leave_again,
+                reduced=reduced.get(i, Position(2 * len(self.shaped), 0)),
+                gradients=p.gradients,
+            )
+            for i, p in enumerate(raw)
+        ]
+
+    def _second_issue(self, raw: list[_RawPlaces], entered: list[tuple[Position, int]], unit: int) -> Position | None:
+        """Where, in a second forward, the unit entered before this one issues its gather."""
+        order = [i for _, i in entered]
+        before = order[order.index(unit) - 1]
+        mine, other = raw[unit], raw[before]
+        if mine.second is None or other.second is None or mine.second.visit != other.second.visit:
+            return None
+        return Position(other.second.visit, other.second.slot + ISSUE)
+
+    def _raw(self, home: int, unit: Unit) -> _RawPlaces:
+        """Positions of one unit by itself. A unit of several modules is looked for outside blocks too."""
+        stages = [home]
+        if unit.block is None:
+            stages = [i for i, shaped in enumerate(self.shaped) if i == home or not shaped.stage.is_block]
+        found = [(i, self._footprint(i, home, unit)) for i in stages]
+
+        def place(attribute: str, backward: bool, last: bool) -> Position | None:
+            hits = [(i, getattr(f, attribute)) for i, f in found if getattr(f, attribute) != NOWHERE]
+            positions = [Position(self.visit(i, backward), 3 * stretch + COPY) for i, stretch in hits]
+            return (max(positions) if last else min(positions)) if positions else None
+
+        gradients: dict[str, Position] = {}
+        for i, f in sorted(found, key=lambda item: -item[0]):
+            for name, stretch in f.gradients:
+                gradients.setdefault(name, Position(self.visit(i, True), 3 * stretch))
+        reached = place("reached", True, False)
+        enter_again = place("enter_again", True, False)
+        return _RawPlaces(
+            enter=place("enter", False, False),
+            leave=place("leave", False, True),
+            enter_again=enter_again,
+            reached=reached,
+            second=enter_again if enter_again != reached else None,
+            leave_again=place("leave_again", True, True),
+            gradients=tuple(gradients.items()),
+        )
+
+    def _footprint(self, stage: int, home: int, unit: Unit) -> Footprint:
+        shaped = self.shaped[stage]
+        if stage == home:
+            return shaped.footprints[shaped.units.index(unit)]
+        return footprint(shaped.trace, unit)
+
+
+@dataclass(frozen=True)
+class _RawPlaces:
+    enter: Position | None
+    leave: Position | None
+    enter_again: Position | None
+    reached: Position | None
+    second: Position | None
+    leave_again: Position | None
+    gradients: tuple[tuple[str, Position], ...]
+
+
+def _pairs(items: list[tuple[Position, int]]) -> list[tuple[tuple[Position, int], tuple[Position, int]]]:
+    return list(zip(items, items[1:], strict=False))
+
+
+def stage_choices(graph: ModelGraph) -> list[dict[str, tuple[Unit, ...]]]:
+    """The units of every stage at every granularity that it has."""
+    return [stage_units(graph, stage) for stage in graph.stages]
+
+
+def plainest(graph: ModelGraph, choices: Sequence[dict[str, tuple[Unit, ...]]]) -> list[Shape]:
+    """Every block whole and nothing recomputed."""
+    return [Shape(WHOLE if WHOLE in units else OPERATORS) for units in choices]
+
+
+__all__ = ["END", "Footprint", "Layout", "Shape", "ShapedStage", "footprint", "levels", "plainest", "stage_choices"]

@@ -1,0 +1,123 @@
+"""The bytes alive at every slot of a training step, in the parts a person knows: plain sums of whole numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from osdp.cluster import Cluster
+from osdp.cost.holds import CONSTANTS, PARTS, SAVED, TEMPORARIES, Hold, Position, unit_holds
+from osdp.cost.layout import Layout, levels
+from osdp.cost.training import Training
+from osdp.cost.units import Option, shard_ranks
+from osdp.model.graph import IntArray
+from osdp.plan import REPLICATE
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One slot of the timeline: where it is, and what is alive there."""
+
+    stage: str
+    phase: str
+    at: str
+    parts: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        return f"{self.at or self.stage} in {self.phase}"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes by part (rows, in the order of PARTS) and slot (columns); `starts` has each visit's first column."""
+
+    layout: Layout
+    parts: IntArray
+    starts: tuple[int, ...]
+
+    @property
+    def total(self) -> IntArray:
+        return self.parts.sum(axis=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.total.max())
+
+    def moment(self, column: int) -> Moment:
+        visit = int(np.searchsorted(self.starts, column, side="right")) - 1
+        stages = len(self.layout.shaped)
+        parts = {name: int(self.parts[row, column]) for row, name in enumerate(PARTS)}
+        if visit == 2 * stages:
+            return Moment("optimizer", "the optimizer step", "", parts)
+        backward = visit >= stages
+        shaped = self.layout.shaped[2 * stages - 1 - visit if backward else visit]
+        stretches = shaped.trace.backward if backward else shaped.trace.forward
+        name = stretches[(column - self.starts[visit]) // 3].mark.name
+        return Moment(shaped.stage.name, "backward" if backward else "forward", name, parts)
+
+    @property
+    def peak(self) -> Moment:
+        return self.moment(int(self.total.argmax()))
+
+
+def optimizer_temporary(layout: Layout, options: Sequence[Option], training: Training, cluster: Cluster) -> int:
+    """Bytes that the optimizer needs only while it steps."""
+    held = 0
+    for unit, option in zip(layout.units, options, strict=True):
+        sharded = option.sharded if option.mode != REPLICATE else 0
+        for mode, count in ((option.mode, sharded), (REPLICATE, option.slices - sharded)):
+            if count:
+                held += count * unit.sizes(shard_ranks(mode, cluster), option.slices).trained
+    return training.optimizer.temporaries * training.precision.master_bytes * held
+
+
+def build_timeline(
+    layout: Layout, options: Sequence[Option], batch: int, training: Training, cluster: Cluster
+) -> Timeline:
+    """The timeline of a step: what the activations need, and every unit's holds; `options` follow `layout.units`."""
+    graph = layout.graph
+    passes = [shaped.trace.forward for shaped in layout.shaped]
+    passes += [shaped.trace.backward for shaped in reversed(layout.shaped)]
+    lengths = [3 * len(stretches) for stretches in passes]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    columns = int(starts[-1]) + 1
+    change = np.zeros((len(PARTS), columns + 1), dtype=np.int64)
+    row = {name: index for index, name in enumerate(PARTS)}
+    for unit, option, places in zip(layout.units, options, layout.places, strict=True):
+        for hold in unit_holds(unit, option, places, training, cluster):
+            begin, end = _columns(hold, starts, columns)
+            change[row[hold.part], begin] += hold.nbytes
+            change[row[hold.part], end] -= hold.nbytes
+    parts = change.cumsum(axis=1)[:, :columns]
+    level = 0
+    for visit, stretches in enumerate(passes):
+        if not stretches:
+            continue
+        slots = level + levels(stretches, batch)
+        span = slice(int(starts[visit]), int(starts[visit + 1]))
+        at_marks = np.repeat(slots[0::3], 3)
+        parts[row[SAVED], span] = np.minimum(at_marks, slots)
+        parts[row[TEMPORARIES], span] = slots - parts[row[SAVED], span]
+        level += stretches[-1].end.at(batch)
+    parts[row[CONSTANTS]] += graph.buffer_bytes + graph.input_bytes.at(batch)
+    parts[row[SAVED], -1] = level
+    parts[row[TEMPORARIES], -1] += optimizer_temporary(layout, options, training, cluster)
+    return Timeline(layout, parts, tuple(int(start) for start in starts))
+
+
+def _columns(hold: Hold, starts: IntArray, columns: int) -> tuple[int, int]:
+    return _column(hold.start, starts, columns), _column(hold.end, starts, columns)
+
+
+def _column(position: Position, starts: IntArray, columns: int) -> int:
+    if position.visit < 0:
+        return 0
+    if position.visit >= len(starts):
+        return columns
+    return min(int(starts[position.visit]) + position.slot, columns)

@@ -1,0 +1,245 @@
+"""What can be chosen: units at every granularity, and the options of each.
+
+[Note: Unit]
+A unit is what one gather brings in and one reduction sends out: a block, a part of it, an operator, or a slice of an
+operator. A unit holds the parameters below its modules that no deeper unit holds, as `fully_shard` groups them.
+
+[Note: Granularity]
+A block is gathered whole, by its parts, or by its operators; what is too small to be gathered alone stays with the
+block. Outside blocks every operator is a unit. Operators with tied parameters make one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from osdp.cluster import Cluster
+from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
+from osdp.plan import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
+
+WHOLE, PARTS, OPERATORS = "whole", "parts", "operators"
+GRANULARITIES = (WHOLE, PARTS, OPERATORS)
+SLICES = (2, 4, 8, 16)
+SMALL_SHARE = 0.02  # an operator below this share of its block's parameters is gathered with the block
+LARGE_NUMEL = 1 << 22  # operators from this size on may be split
+
+
+@dataclass(frozen=True)
+class Option:
+    """How one unit is held: of `slices` slices, `sharded` in `mode`, the others replicated."""
+
+    mode: str
+    slices: int = 1
+    sharded: int = 1
+    reduce_once: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements of a unit, or of one of its slices, when `ranks` ranks share it. FSDP2 pads the first dimension."""
+
+    gathered: int
+    held: int
+    reduced: int
+    trained: int
+    gradients: tuple[tuple[str, int], ...]  # elements of each trained parameter, not padded
+    tensors: tuple[int, ...]  # gathered elements of each parameter
+    trained_tensors: int
+
+    @property
+    def cast_extra(self) -> int:
+        """Elements beyond the copy itself while a replica is cast parameter by parameter, the last cast still held."""
+        extra, left, before = 0, self.gathered, 0
+        for numel in self.tensors:
+            extra = max(extra, before + numel - left, numel - (left - numel))
+            left -= numel
+            before = numel
+        return extra
+
+    def clone_extra(self, ranks: int) -> int:
+        """Elements beyond the copy itself while it is cloned down to one of `ranks` parts, parameter by parameter."""
+        extra = cloned = freed = 0
+        for numel in self.tensors:
+            cloned += numel // ranks
+            extra = max(extra, cloned - freed)
+            freed += numel
+        return extra
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit; see [Note: Unit]. `split_dim` is -1 where it cannot be split."""
+
+    name: str
+    modules: tuple[str, ...]
+    block: str | None
+    parameters: tuple[Parameter, ...]
+    split_dim: int = -1
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @cached_property
+    def trained(self) -> bool:
+        return any(parameter.trainable for parameter in self.parameters)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Equal for units that cost the same."""
+        return tuple((p.shape, p.trainable) for p in self.parameters), self.split_dim
+
+    def sizes(self, ranks: int, slices: int = 1) -> Sizes:
+        shapes = tuple((p.name, self._sliced(p.shape, slices), p.trainable) for p in self.parameters)
+        return _sizes(shapes, ranks)
+
+    def _sliced(self, shape: tuple[int, ...], slices: int) -> tuple[int, ...]:
+        """The shape of the largest slice: all slices are priced like it."""
+        if slices == 1:
+            return shape
+        at = self.split_dim if len(shape) > 1 else 0
+        return (*shape[:at], -(-shape[at] // slices), *shape[at + 1 :])
+
+    def can_split(self, slices: int) -> bool:
+        if self.split_dim < 0 or self.numel < LARGE_NUMEL:
+            return False
+        return all(p.shape[self.split_dim if len(p.shape) > 1 else 0] >= slices for p in self.parameters)
+
+
+@lru_cache(maxsize=65536)
+def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int) -> Sizes:
+    gathered = held = reduced = trained = 0
+    gradients, tensors = [], []
+    for name, shape, trainable in shapes:
+        first = shape[0] if shape else 1
+        rest = 1
+        for size in shape[1:]:
+            rest *= size
+        shard = -(-first // ranks) * rest
+        gathered += shard * ranks
+        held += shard
+        tensors.append(shard * ranks)
+        if trainable:
+            reduced += shard * ranks
+            trained += shard
+            gradients.append((name, first * rest))
+    return Sizes(gathered, held, reduced, trained, tuple(gradients), tuple(tensors), len(gradients))
+
+
+def modes_for(cluster: Cluster) -> tuple[str, ...]:
+    """The modes that differ from each other on a cluster."""
+    if cluster.world_size == 1:
+        return (REPLICATE,)
+    if cluster.nodes == 1 or cluster.devices_per_node == 1:
+        return (REPLICATE, KEEP, FREE)
+    return MODES
+
+
+def shard_ranks(mode: str, cluster: Cluster) -> int:
+    if mode == REPLICATE:
+        return 1
+    return cluster.devices_per_node if mode in (KEEP_IN_NODE, FREE_IN_NODE) else cluster.world_size
+
+
+def is_kept(mode: str) -> bool:
+    return mode in (KEEP, KEEP_IN_NODE)
+
+
+def is_gathered_again(mode: str) -> bool:
+    return mode in (FREE, FREE_TO_NODE, FREE_IN_NODE)
+
+
+def stage_units(graph: ModelGraph, stage: Stage) -> dict[str, tuple[Unit, ...]]:
+    """The units of a stage at each granularity that it has, in the order in which forward enters them."""
+    if not stage.is_block:
+        return {OPERATORS: _outside_units(graph, stage)}
+    operators = [graph.operators[name] for name in stage.operators]
+    total = sum(graph.parameters[name].numel for name in {p for op in operators for p in op.parameters})
+    tied = {name for op in operators for name in op.parameters if graph.parameters[name].aliases}
+    large = [
+        op.name
+        for op in operators
+        if not tied & set(op.parameters) and _numel(graph, op) >= SMALL_SHARE * total and op.name != stage.name
+    ]
+    parts = [part for part in stage.parts if not any((name + ".").startswith(part + ".") for name in _tied_owners(operators, tied))]
+    choices: dict[str, list[str]] = {WHOLE: [], PARTS: parts, OPERATORS: large}
+    found: dict[str, tuple[Unit, ...]] = {}
+    for granularity, modules in choices.items():
+        units = _block_units(graph, stage, modules)
+        if units not in found.values() and not (granularity != WHOLE and len(units) < 2):
+            found[granularity] = units
+    return found
+
+
+def _tied_owners(operators: Iterable[Operator], tied: set[str]) -> list[str]:
+    return [op.name for op in operators if tied & set(op.parameters)]
+
+
+def _numel(graph: ModelGraph, operator: Operator) -> int:
+    return sum(graph.parameters[name].numel for name in operator.parameters)
+
+
+def _block_units(graph: ModelGraph, stage: Stage, modules: Sequence[str]) -> tuple[Unit, ...]:
+    owners = sorted([stage.name, *modules], key=len, reverse=True)  # deepest first
+    held: dict[str, list[Parameter]] = {name: [] for name in owners}
+    seen: set[str] = set()
+    for operator in stage.operators:
+        owner = next(name for name in owners if (operator + ".").startswith(name + "."))
+        for parameter in graph.operators[operator].parameters:
+            if parameter not in seen:
+                seen.add(parameter)
+                held[owner].append(graph.parameters[parameter])
+    entered = _enter_order(stage)
+    return tuple(
+        Unit(name, (name,), stage.name, tuple(held[name]), _split_dim(graph, name, held[name]))
+        for name in sorted(held, key=lambda name: entered.get(name, 0))
+        if held[name] and name in entered
+    )
+
+
+def _split_dim(graph: ModelGraph, name: str, parameters: Sequence[Parameter]) -> int:
+    operator = graph.operators.get(name)
+    return operator.split_dim if operator is not None and len(operator.parameters) == len(parameters) else -1
+
+
+def _enter_order(stage: Stage) -> Mapping[str, int]:
+    order: dict[str, int] = {}
+    for index, stretch in enumerate(stage.plain.forward):
+        if stretch.mark.kind == "enter":
+            order.setdefault(stretch.mark.name, index)
+    return order
+
+
+def _outside_units(graph: ModelGraph, stage: Stage) -> tuple[Unit, ...]:
+    """One unit for each group of tied operators that is first entered in this stage."""
+    units: list[Unit] = []
+    entered_before: set[str] = set()
+    for earlier in graph.stages:
+        if earlier is stage:
+            break
+        entered_before.update(earlier.operators)
+    entered = _enter_order(stage)
+    done: set[str] = set()
+    for name in sorted(stage.operators, key=lambda name: entered[name]):
+        group = _tied_group(graph, name)
+        if name in done or done & set(group) or entered_before & set(group):
+            continue
+        done.update(group)
+        names = dict.fromkeys(p for member in group for p in graph.operators[member].parameters)
+        parameters = tuple(graph.parameters[p] for p in names)
+        split_dim = graph.operators[name].split_dim if len(group) == 1 else -1
+        units.append(Unit(name, tuple(group), None, parameters, split_dim))
+    return tuple(units)
+
+
+def _tied_group(graph: ModelGraph, name: str) -> list[str]:
+    """The operators outside blocks that share parameters with this one, itself first."""
+    group, names = [name], set(graph.operators[name].parameters)
+    outside = [op for stage in graph.stages if not stage.is_block for op in stage.operators]
+    for other in dict.fromkeys(outside):
+        if other not in group and names & set(graph.operators[other].parameters):
+            group.append(other)
+            names |= set(graph.operators[other].parameters)
+    return group

@@ -1,0 +1,43 @@
+"""The errors a user sees: each says the value, the limit and the remedy in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class OsdpError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UsageError(OsdpError):
+    """Bad input: a value that the caller can correct."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change that would make a plan fit, and the smallest peak that it reaches."""
+
+    change: str
+    peak_bytes: int
+
+
+class DoesNotFit(OsdpError):
+    """No plan fits the memory: the smallest reachable peak, what it is made of, and what would help."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peak_bytes: int,
+        limit_bytes: int,
+        peak_at: str,
+        memory_parts: Mapping[str, int],
+        remedies: tuple[Remedy, ...],
+    ) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
+        self.limit_bytes = limit_bytes
+        self.peak_at = peak_at
+        self.memory_parts = memory_parts
+        self.remedies = remedies

@@ -1,0 +1,392 @@
+"""`capture`: from a module and its inputs to a `ModelGraph`, on fake tensors; see the notes in graph.py.
+
+[Note: Depth]
+A deep model repeats one block. The captures run a copy in which every run of more than four equal blocks is cut to
+four, and the inner two, whose traces must be equal, stand for those left out. One capture at full depth checks it;
+where it disagrees, or the shortened model does not run, every capture is taken at full depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from osdp._torch import FakeTensorMode, tree_leaves, tree_map_only
+from osdp.errors import OsdpError
+from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth
+from osdp.model.fake import DTYPES, fake_copy
+from osdp.model.graph import Affine, ModelGraph, Operator, Parameter, Stage, Trace
+from osdp.model.measure import OperatorCosts, measure_operators
+from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
+from osdp.model.trace import RawTrace, run_trace
+
+_KEPT = 4  # blocks that stand for a longer run of equal ones; see [Note: Depth]
+
+Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    name: str | None = None,
+    compute_dtype: str = "bf16",
+    seq_len: int | None = None,
+) -> ModelGraph:
+    """Measures a model without running it: parameters, operators, stages, memory, FLOPs, and their growth.
+
+    `example_inputs` is a tuple of positional inputs, a dict of keyword inputs, or a function of the batch size that
+    returns both. `loss` maps the model's output to a scalar; without it the output must be one, or have `.loss`.
+    The model may live on any device, the meta device included; it is neither changed nor run.
+    """
+    inputs = example_inputs if callable(example_inputs) else scaled_inputs(example_inputs)
+    blocks = own_blocks(model)
+    short = _shortened(model, blocks)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    taken = None
+    if short is not None:
+        try:
+            taken = _Taken.of(model, inputs, loss, compute_dtype, mode, short)
+            taken = taken if taken.agrees_with_depth(model) else None
+        except Exception:  # noqa: BLE001 - a model that cannot be shortened is captured whole, below
+            taken = None
+    try:
+        taken = taken or _Taken.of(model, inputs, loss, compute_dtype, mode, None)
+    except OsdpError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced on fake tensors: {type(error).__name__}: {_first_line(error)}; "
+            "data-dependent shapes and .item() calls must go, or be guarded, for planning"
+        ) from error
+    return taken.graph(model, name or type(model).__name__, seq_len)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:300]
+
+
+def scaled_inputs(example: Any) -> Inputs:
+    """Inputs at any batch size from an example: every tensor whose first size is the example's batch is scaled."""
+    if isinstance(example, Tensor):
+        example = (example,)
+    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    sizes = [t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
+    if not sizes:
+        raise CaptureError("example_inputs hold no tensor with a batch dimension; pass a tuple or dict of tensors")
+    example_batch = sizes[0]
+
+    def at(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def scale(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != example_batch:
+                return tensor
+            return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+        return tree_map_only(Tensor, scale, (args, dict(kwargs)))
+
+    return at
+
+
+@dataclass(frozen=True)
+class _Short:
+    """A shortening: for each block of the full model the block of the short one that stands for it."""
+
+    stands_for: dict[str, str]
+    keep: dict[str, list[str]]  # container -> keys of the children to keep, in order
+
+
+def _shortened(model: nn.Module, blocks: Sequence[str]) -> _Short | None:
+    stands_for: dict[str, str] = {}
+    keep: dict[str, list[str]] = {}
+    modules = dict(model.named_modules())
+    for container, group in groupby(blocks, key=lambda block: block.rpartition(".")[0]):
+        names = list(group)
+        kept: list[str] = []
+        for _, run_of_equals in groupby(names, key=lambda block: signature(modules[block])):
+            run = list(run_of_equals)
+            chosen = run if len(run) <= _KEPT else [run[0], run[1], run[2], run[-1]]
+            base = len(kept)
+            for position, block in enumerate(run):
+                place = position if position < 3 or len(run) <= _KEPT else (3 if position + 1 == len(run) else 2)
+                stands_for[block] = f"{container}.{base + place}"
+            kept.extend(chosen)
+        if len(kept) < len(names) and len(names) == len(modules[container]._modules):
+            keep[container] = [block.rpartition(".")[2] for block in kept]
+    return _Short(stands_for, keep) if keep else None
+
+
+@dataclass
+class _Taken:
+    """The captures of one copy of the model, short or whole, and what is needed to read them."""
+
+    inputs: Inputs
+    loss: Callable[[Any], Tensor] | None
+    dtype_name: str
+    mode: FakeTensorMode
+    short: _Short | None
+    blocks: list[str]
+    operators: set[str]
+    plain: GrowingTrace
+    recomputed: GrowingTrace | None
+    cuts: list[Cut]
+    recomputed_cuts: list[Cut]
+    raw: dict[int, RawTrace]
+    batches: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        inputs: Inputs,
+        loss: Callable[[Any], Tensor] | None,
+        dtype_name: str,
+        mode: FakeTensorMode,
+        short: _Short | None,
+    ) -> _Taken:
+        with mode:
+            fake = fake_copy(model, DTYPES[dtype_name])
+            if short is not None:
+                for container, keys in short.keep.items():
+                    module = fake.get_submodule(container)
+                    kept = [module._modules[key] for key in keys]
+                    module._modules.clear()
+                    module._modules.update({str(index): child for index, child in enumerate(kept)})
+        blocks = own_blocks(fake)
+        modules = dict(fake.named_modules())
+        operators = {name for name, module in modules.items() if owns_parameters(module)}
+        run = _Runner(fake, inputs, loss, mode, _watched(fake, blocks), DTYPES[dtype_name])
+        batches, raw = _growing(lambda batch: run.plain(batch))
+        plain = fit_growth(raw)
+        cuts = cut_stages(plain, blocks, operators)
+        recomputed, recomputed_cuts = None, None
+        if cuts is not None and blocks:
+            checkpointed = [modules[block] for block in blocks]
+            recomputed = fit_growth({batch: run.recomputed(batch, checkpointed) for batch in batches[:2]})
+            recomputed_cuts = cut_stages(recomputed, blocks, operators)
+        if cuts is None or recomputed_cuts is None:
+            turn, end = plain.backward_mark, len(plain.marks)
+            blocks, recomputed = [], None
+            cuts = recomputed_cuts = [Cut(None, (0, turn), (turn, end))]
+        return _Taken(
+            inputs, loss, dtype_name, mode, short, blocks, operators, plain, recomputed, cuts, recomputed_cuts, raw, batches
+        )
+
+    def agrees_with_depth(self, model: nn.Module) -> bool:
+        """Whether the expanded short trace equals one capture at full depth, kernel by kernel."""
+        with self.mode:
+            fake = fake_copy(model, DTYPES[self.dtype_name])
+        blocks = own_blocks(fake)
+        run = _Runner(fake, self.inputs, self.loss, self.mode, _watched(fake, blocks), DTYPES[self.dtype_name])
+        batch = self.batches[0]
+        whole = run.plain(batch)
+        stages = self._stages(model)
+        peaks, ends = _levels([trace for _, trace, _ in stages], batch)
+        whole_peaks = _mark_peaks(whole)
+        return whole_peaks == peaks and whole.end_live == ends
+
+    def _stages(self, model: nn.Module) -> list[tuple[str | None, Trace, Trace | None]]:
+        """Every stage of the full model: its block's name, its plain and its recomputed trace."""
+        by_block = {cut.block: (cut, again) for cut, again in zip(self.cuts, self.recomputed_cuts, strict=True)}
+        names = list(self.short.stands_for) if self.short else self.blocks
+        stages: list[tuple[str | None, Trace, Trace | None]] = []
+        done: set[str] = set()
+        expand: dict[str, list[str]] = {}
+        for name in names:
+            expand.setdefault(self.short.stands_for[name] if self.short else name, []).append(name)
+        for cut, again in zip(self.cuts, self.recomputed_cuts, strict=True):
+            if cut.block is None:
+                stages.append((None, build_trace(self.plain, cut, ("", "")), None))
+                continue
+            for name in expand[cut.block]:
+                plain_cut, recomputed_cut = by_block[cut.block]
+                plain = build_trace(self.plain, plain_cut, (cut.block, name))
+                recomputed = build_trace(self.recomputed, recomputed_cut, (cut.block, name)) if self.recomputed else None
+                stages.append((name, plain, recomputed))
+                done.add(name)
+        return stages
+
+    def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
+        parameters = _parameters(model)
+        modules = dict(model.named_modules())
+        costs = measure_operators(self.raw, self.plain, self.operators)
+        short_name = _short_names(self.short)
+        operators = {
+            key: _operator(key, module, parameters, costs[short_name(key)])
+            for key, module in modules.items()
+            if owns_parameters(module)
+        }
+        args, kwargs = self.inputs(self.batches[0])
+        args2, kwargs2 = self.inputs(self.batches[1])
+        first, second = _tensor_bytes((args, kwargs)), _tensor_bytes((args2, kwargs2))
+        slope = (second - first) // (self.batches[1] - self.batches[0])
+        return ModelGraph(
+            name=name,
+            compute_dtype=self.dtype_name,
+            parameters=parameters,
+            operators=operators,
+            stages=_numbered(self._stages(model), modules, operators),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+            input_bytes=Affine(first - slope * self.batches[0], slope),
+            batches=self.batches,
+            seq_len=seq_len,
+        )
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Runs one traced step of a fake model at a batch size."""
+
+    model: nn.Module
+    inputs: Inputs
+    loss: Callable[[Any], Tensor] | None
+    mode: FakeTensorMode
+    watched: Mapping[str, nn.Module]
+    dtype: torch.dtype
+
+    def plain(self, batch: int) -> RawTrace:
+        return self._run(batch, (), book_saved=True)
+
+    def recomputed(self, batch: int, modules: Sequence[nn.Module]) -> RawTrace:
+        return self._run(batch, modules, book_saved=False)
+
+    def _run(self, batch: int, recompute: Sequence[nn.Module], book_saved: bool) -> RawTrace:
+        def fake(tensor: Tensor) -> Tensor:
+            # floating inputs arrive in the compute dtype, as FSDP2 casts them
+            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+            return torch.empty(tensor.shape, dtype=dtype, device="cpu")
+
+        with self.mode:
+            args, kwargs = tree_map_only(Tensor, fake, self.inputs(batch))
+            return run_trace(
+                self.model,
+                args,
+                kwargs,
+                loss=self.loss or _default_loss,
+                watched=self.watched,
+                recompute=recompute,
+                book_saved=book_saved,
+            )
+
+
+def _default_loss(output: Any) -> Tensor:
+    scalar = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if scalar is None or scalar.numel() != 1:
+        raise CaptureError(
+            f"the model returns {type(output).__name__}, not a scalar loss; pass loss=, or give it labels"
+        )
+    return scalar
+
+
+def _growing(run: Callable[[int], RawTrace]) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
+    """Captures at batches 1, 2 and 3; where batch 1 takes kernels of its own, at 2, 3 and 4."""
+    raw = {batch: run(batch) for batch in (1, 2, 3)}
+    if raw[1].marks == raw[2].marks and raw[1].mark_kernel == raw[2].mark_kernel:
+        return (1, 2, 3), raw
+    del raw[1]
+    return (2, 3, 4), {**raw, 4: run(4)}
+
+
+def _watched(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    parts = [part for block in blocks for part in find_parts(modules[block], block)]
+    names = {*blocks, *parts}
+    return {name: module for name, module in modules.items() if name in names or owns_parameters(module)}
+
+
+def _levels(traces: Sequence[Trace], batch: int) -> tuple[list[int], int]:
+    """The highest level of every stretch of the joined plain traces, and the level at the end."""
+    level, peaks = 0, []
+    passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
+    for stretches in passes:
+        peaks.extend(level + stretch.peak_at(batch) for stretch in stretches)
+        if stretches:
+            level += stretches[-1].end.at(batch)
+    return peaks, level
+
+
+def _mark_peaks(raw: RawTrace) -> list[int]:
+    peaks = []
+    for index, start in enumerate(raw.mark_kernel):
+        last = index + 1 == len(raw.marks)
+        stop = len(raw.live) if last else raw.mark_kernel[index + 1]
+        end = raw.end_live if last else raw.mark_live[index + 1]
+        peaks.append(max(raw.mark_live[index], end, *raw.live[start:stop], 0))
+    first = raw.mark_kernel[0]
+    peaks[0] = max([peaks[0], *raw.live[:first]])
+    return peaks
+
+
+def _short_names(short: _Short | None) -> Callable[[str], str]:
+    if short is None:
+        return lambda name: name
+
+    def rename(name: str) -> str:
+        parts = name.split(".")
+        for length in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:length])
+            if prefix in short.stands_for:
+                return ".".join([short.stands_for[prefix], *parts[length:]])
+        return name
+
+    return rename
+
+
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    names: dict[int, list[str]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = parameter
+    parameters = {}
+    for key, parameter in found.items():
+        first, *aliases = names[key]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        parameters[first] = Parameter(first, tuple(parameter.shape), dtype, parameter.requires_grad, tuple(aliases))
+    return parameters
+
+
+def _operator(name: str, module: nn.Module, parameters: Mapping[str, Parameter], costs: OperatorCosts) -> Operator:
+    canonical = {alias: first for first, parameter in parameters.items() for alias in (first, *parameter.aliases)}
+    prefix = f"{name}." if name else ""
+    owned = tuple(canonical[prefix + key] for key, value in module._parameters.items() if value is not None)
+    return Operator(name, type(module).__name__, owned, split_dim=split_dim(module), **costs.__dict__)
+
+
+def _numbered(
+    stages: Sequence[tuple[str | None, Trace, Trace | None]], modules: Mapping[str, nn.Module], operators: Mapping[str, Operator]
+) -> tuple[Stage, ...]:
+    kinds: dict[object, int] = {}
+    numbered = []
+    blocks = {name for name, _, _ in stages if name is not None}
+    inside = {name for block in blocks for name in operators_below(modules[block], block)}
+    for index, (block, plain, recomputed) in enumerate(stages):
+        if block is None:
+            entered = {s.mark.name for s in plain.forward if s.mark.kind == "enter"}
+            owned = tuple(name for name in operators if name in entered and name not in inside)
+            key: object = ("outside", index)
+            parts: tuple[str, ...] = ()
+        else:
+            owned = tuple(operators_below(modules[block], block))
+            parts = tuple(find_parts(modules[block], block))
+            key = (signature(modules[block]), _shape(plain, block), _shape(recomputed, block) if recomputed else None)
+        name = block or ("start" if index == 0 else "end" if index + 1 == len(stages) else f"between.{index}")
+        numbered.append(Stage(name, block is not None, kinds.setdefault(key, len(kinds)), owned, parts, plain, recomputed))
+    return tuple(numbered)
+
+
+def _shape(trace: Trace, block: str) -> tuple[object, ...]:
+    """A trace without its block's name: equal for stages that are alike."""
+    return tuple(
+        (s.mark.kind, s.mark.name.removeprefix(block), s.mark.again, s.peak, s.end, s.flops.tobytes(), s.moved.tobytes())
+        for s in (*trace.forward, *trace.backward)
+    )
+
+
+def _tensor_bytes(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))

@@ -1,0 +1,187 @@
+"""What a model is to the planner: parameters, operators, stages and their traces. No torch in here.
+
+[Note: Trace]
+Capture runs one training step on fake tensors and writes down every kernel: its FLOPs, the bytes it moves and
+the activation bytes alive once its outputs exist. Parameters and their gradients are left out: how they are held
+is the plan's business. Marks divide the trace: a module is entered or left, in forward or in backward, or a
+parameter's gradient is complete. Between two marks the plan changes nothing, so a stretch's memory is its highest
+point plus what the plan holds there.
+
+[Note: Stage]
+A step is a row of stages: the blocks in their order of execution, and what runs before, between and after them
+(embeddings, head, loss). A stage's trace is relative to the bytes alive at its start, so traces of stages can be
+joined in any mixture of recomputed and plain ones.
+
+[Note: Growth]
+Every count is affine in the batch size: constant + per_sample · batch. Two captures give both numbers, kernel by
+kernel, and a third one checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """constant + per_sample · batch; see [Note: Growth]."""
+
+    constant: int
+    per_sample: int
+
+    def at(self, batch: int) -> int:
+        return self.constant + self.per_sample * batch
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.constant + other.constant, self.per_sample + other.per_sample)
+
+    def __sub__(self, other: Affine) -> Affine:
+        return Affine(self.constant - other.constant, self.per_sample - other.per_sample)
+
+
+ZERO = Affine(0, 0)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter once, under its first name; `aliases` are the other names of a tied one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A module that owns parameters itself, with what its calls cost; see [Note: Growth]."""
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    calls: int
+    split_dim: int  # the weight's dimension that splitting cuts; -1 where the operator cannot be split
+    forward_flops: Affine
+    backward_flops: Affine
+    moved_bytes: Affine
+    saved_bytes: Affine
+    output_bytes: Affine
+    temporary_bytes: Affine
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point of the trace at which the plan may act.
+
+    `kind` is enter or leave (of a module), or gradient (of a parameter); `name` says of which. `again` tells the
+    second forward of a recomputed block, inside its backward, from the first.
+    """
+
+    kind: str
+    name: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What runs between one mark and the next: `mark` opens it. See [Note: Trace].
+
+    `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
+    closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel.
+    """
+
+    mark: Mark
+    peak: tuple[Affine, ...]
+    end: Affine
+    flops: IntArray
+    moved: IntArray
+
+    def peak_at(self, batch: int) -> int:
+        return max(line.at(batch) for line in self.peak)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One pass of a stage, forward or backward, with its stretches in order."""
+
+    forward: tuple[Stretch, ...]
+    backward: tuple[Stretch, ...]
+
+    @property
+    def forward_delta(self) -> Affine:
+        return self.forward[-1].end if self.forward else ZERO
+
+    @property
+    def backward_delta(self) -> Affine:
+        return self.backward[-1].end if self.backward else ZERO
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A block, or what runs between blocks; see [Note: Stage].
+
+    `alike` numbers the kinds of stages: equal numbers have equal traces and equal operators but for their names.
+    `parts` are the modules below a block that hold several operators. A stage outside blocks has no recompute.
+    """
+
+    name: str
+    is_block: bool
+    alike: int
+    operators: tuple[str, ...]
+    parts: tuple[str, ...]
+    plain: Trace
+    recomputed: Trace | None
+
+    def trace(self, recompute: bool) -> Trace:
+        if recompute and self.recomputed is not None:
+            return self.recomputed
+        return self.plain
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """All that the planner knows of a model. `tied` groups operators that share parameters."""
+
+    name: str
+    compute_dtype: str
+    parameters: Mapping[str, Parameter]
+    operators: Mapping[str, Operator]
+    stages: tuple[Stage, ...]
+    buffer_bytes: int
+    input_bytes: Affine
+    batches: tuple[int, ...]  # batch sizes of the captures
+    seq_len: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters.values())
+
+    @property
+    def blocks(self) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.is_block)
+
+    def recompute_gain(self, stage: Stage) -> tuple[Affine, Affine]:
+        """Bytes that recomputing a block frees between its passes, and the FLOPs that it costs."""
+        if stage.recomputed is None:
+            return ZERO, ZERO
+        freed = stage.plain.forward_delta - stage.recomputed.forward_delta
+        return freed, _flops(stage.recomputed.backward) - _flops(stage.plain.backward)
+
+
+def _flops(stretches: tuple[Stretch, ...]) -> Affine:
+    total = sum((stretch.flops.sum(axis=0) for stretch in stretches), np.zeros(2, dtype=np.int64))
+    return Affine(int(total[0]), int(total[1]))

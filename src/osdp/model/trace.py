@@ -1,0 +1,308 @@
+"""Runs one training step on fake tensors and writes down every kernel; see [Note: Trace] in graph.py."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
+from osdp.model.graph import Mark
+
+
+@dataclass
+class RawTrace:
+    """One capture: a row a kernel, and the marks with the kernel that they precede."""
+
+    flops: list[int] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    mark_kernel: list[int] = field(default_factory=list)
+    mark_live: list[int] = field(default_factory=list)
+    backward_mark: int = 0  # marks from here on belong to the backward pass
+    saved: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+    end_live: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Counts FLOPs, bytes moved and bytes alive, kernel by kernel. Storages in `outside` do not count."""
+
+    def __init__(self, outside: set[int]) -> None:
+        super().__init__()
+        self.trace = RawTrace()
+        self.live = 0
+        self.outside = outside
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._born: dict[int, int] = {}  # storage -> the kernel that allocated it
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """FSDP2 frees and allocates by resizing storages, which is no kernel: follow it too."""
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            entry = self._alive.get(storage._cdata)
+            result = resize(storage, size)
+            if entry is not None:
+                self._alive[storage._cdata] = (entry[0], storage.nbytes())
+                self.live += storage.nbytes() - entry[1]
+                if storage.nbytes() > entry[1]:
+                    self._point(0, 0)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """Counts tensors that exist before the recording."""
+        for tensor in tensors:
+            self._hold(tensor)
+
+    def mark(self, kind: str, name: str, again: bool = False) -> None:
+        self.trace.marks.append(Mark(kind, name, again))
+        self.trace.mark_kernel.append(len(self.trace.live))
+        self.trace.mark_live.append(self.live)
+
+    def _freed(self, key: int, _: object) -> None:
+        entry = self._alive.pop(key, None)
+        if entry is not None:
+            self.live -= entry[1]
+
+    def _hold(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, DTensor):  # a wrapper of the global shape; what is allocated is its local tensor
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or key in self.outside:
+            return False
+        nbytes = storage.nbytes()
+        self._alive[key] = (weakref.ref(storage, functools.partial(self._freed, key)), nbytes)
+        self._born[key] = len(self.trace.live)
+        self.live += nbytes
+        return True
+
+    def hand_over(self, name: str, gradient: Tensor) -> None:
+        """Takes a parameter's complete gradient out of the activations, from the kernel that allocated it on.
+
+        The plan accounts for gradients: the mark says from where.
+        """
+        storage = gradient.untyped_storage()
+        entry = self._alive.pop(storage._cdata, None)
+        if entry is None:
+            self.mark("gradient", name)
+            return
+        trace, born, nbytes = self.trace, self._born[storage._cdata], entry[1]
+        self.live -= nbytes
+        for kernel in range(born, len(trace.live)):
+            trace.live[kernel] -= nbytes
+        place = len(trace.marks)
+        while place and trace.mark_kernel[place - 1] > born:
+            place -= 1
+            trace.mark_live[place] -= nbytes
+        trace.marks.insert(place, Mark("gradient", name))
+        trace.mark_kernel.insert(place, born)
+        trace.mark_live.insert(place, trace.live[born])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        fresh = False
+        for tensor in outputs:
+            fresh |= self._hold(tensor)
+        if not fresh and not func._schema.is_mutable:
+            return out  # a view moves nothing
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) if count is not None else _unlisted_flops(func, args)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._point(int(flops), sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
+        return out
+
+    def _point(self, flops: int, moved: int) -> None:
+        self.trace.flops.append(flops)
+        self.trace.moved.append(moved)
+        self.trace.live.append(self.live)
+
+
+def _unlisted_flops(func: Any, args: Sequence[Any]) -> int:
+    """Kernels that torch's own counter does not know: grouped products, and the CPU's fused attention.
+
+    Attention takes two products in forward and five in backward.
+    """
+    name = func._overloadpacket._qualified_op_name if hasattr(func, "_overloadpacket") else ""
+    if name == "aten::_grouped_mm":
+        first, second = args[0], args[1]
+        # rows times columns times depth, once: every row meets one group only
+        if first.dim() == 2 and second.dim() == 2:  # the weight gradient: groups lie along the depth
+            return 2 * first.shape[0] * first.shape[1] * second.shape[1]
+        return 2 * first.shape[-2] * first.shape[-1] * second.shape[-1] * (first.shape[0] if first.dim() == 3 else 1)
+    if not name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        return 0
+    backward = name.endswith("backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    batch, heads, length, width = query.shape
+    products = batch * heads * length * key.shape[-2] * 2
+    if backward:
+        return products * (3 * width + 2 * value.shape[-1])
+    return products * (width + value.shape[-1])
+
+
+class _LeaveBackward(torch.autograd.Function):
+    """The identity; its backward runs when the module's input gradients are known, as FSDP2's own hook does."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.callback = callback
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.callback()
+        return (None, *grads)
+
+
+class Hooks:
+    """Marks the entering and leaving of modules, forward and backward, and each complete gradient."""
+
+    def __init__(self, recorder: Recorder, watched: Mapping[str, nn.Module]) -> None:
+        self.recorder = recorder
+        self.in_backward = False
+        self.inside: list[str] = []
+        self.handles: list[Any] = []
+        self._saved: set[int] = set()
+        for name, module in watched.items():
+            # A mark comes before anything that FSDP2 does at the same place: first before forward, closest to the
+            # module before backward, so that its gathers and reductions fall into the stretch that the mark opens.
+            enter, wrap, leave = (functools.partial(act, name) for act in (self._enter, self._wrap, self._leave))
+            self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            self.handles.append(module.register_forward_pre_hook(wrap, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(leave, prepend=True))
+
+    def watch_gradients(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = functools.partial(self._gradient, name)
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.inside.append(name)
+        self.recorder.mark("enter", name, again=self.in_backward)
+
+    def _wrap(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.in_backward or not torch.is_grad_enabled():
+            return args, kwargs
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        if not tensors:
+            return args, kwargs
+        wrapped = iter(_LeaveBackward.apply(functools.partial(self.recorder.mark, "leave", name), *tensors))
+        return tree_map_only(Tensor, lambda t: next(wrapped) if t.requires_grad else t, (args, kwargs))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.recorder.mark("leave", name, again=self.in_backward)
+        self.inside.pop()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = self.recorder.trace.outputs
+        if self.in_backward:
+            return
+        outputs[name] = outputs.get(name, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        entered: list[bool] = []
+
+        def enter_backward(grad: Tensor) -> None:
+            if not entered:  # the first gradient of any output begins the module's backward
+                entered.append(True)
+                self.recorder.mark("enter", name)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(enter_backward)
+
+    def _gradient(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.recorder.hand_over(name, parameter.grad)
+        parameter.grad = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Books each saved storage once, with the module that runs when it is first saved."""
+        recorder = self.recorder
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in recorder.outside and storage._cdata not in self._saved:
+                self._saved.add(storage._cdata)
+                where = self.inside[-1] if self.inside else ""
+                recorder.trace.saved[where] = recorder.trace.saved.get(where, 0) + storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def flush(self, model: nn.Module) -> None:
+        """Leaves what no input gradient has left, the root first: FSDP2 reduces those units when backward ends."""
+        backward = self.recorder.trace.marks[self.recorder.trace.backward_mark :]
+        entered = {mark.name for mark in backward if mark.kind == "enter" and not mark.again}
+        left = {mark.name for mark in backward if mark.kind == "leave" and not mark.again}
+        for name, _ in model.named_modules():
+            if name in entered and name not in left:
+                self.recorder.mark("leave", name)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def run_trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss: Callable[[Any], Tensor] | None,
+    watched: Mapping[str, nn.Module],
+    recompute: Sequence[nn.Module] = (),
+    book_saved: bool = False,
+) -> RawTrace:
+    """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed."""
+    constants = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))]
+    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants})
+    hooks = Hooks(recorder, watched)
+    hooks.watch_gradients(model)
+    originals = [(module, module.forward) for module in recompute]
+    for module, forward in originals:
+        module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        with recorder, hooks.saving() if book_saved else _nothing():
+            output = model(*args, **kwargs)
+            scalar = loss(output) if loss is not None else output
+            del output
+            recorder.trace.backward_mark = len(recorder.trace.marks)
+            recorder.mark("turn", "")
+            hooks.in_backward = True
+            scalar.backward()
+            recorder.mark("end", "")
+            hooks.flush(model)
+            del scalar
+    finally:
+        hooks.remove()
+        for module, _ in originals:
+            del module.forward
+    recorder.trace.end_live = recorder.live
+    return recorder.trace
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
