@@ -1,0 +1,57 @@
+"""Optimal sharded data parallel training on FSDP2: plan a model for a cluster, then run it as planned.
+
+    plan = osdp.plan(model, example_inputs, "8xA100-80GB")
+    osdp.parallelize(model, plan)
+
+Names are loaded when they are first used, so that importing the package, and `osdp --help`, are immediate.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from osdp.api import plan
+    from osdp.cluster import Cluster
+    from osdp.errors import DoesNotFit, OsdpError, UsageError
+    from osdp.model.capture import capture
+    from osdp.planfile import Plan
+    from osdp.runtime.apply import parallelize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cluster",
+    "DoesNotFit",
+    "OsdpError",
+    "Plan",
+    "UsageError",
+    "__version__",
+    "capture",
+    "parallelize",
+    "plan",
+]
+
+_HOME = {
+    "Cluster": "osdp.cluster",
+    "DoesNotFit": "osdp.errors",
+    "OsdpError": "osdp.errors",
+    "Plan": "osdp.planfile",
+    "UsageError": "osdp.errors",
+    "capture": "osdp.model.capture",
+    "parallelize": "osdp.runtime.apply",
+    "plan": "osdp.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'osdp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

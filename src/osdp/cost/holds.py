@@ -23,7 +23,7 @@ from typing import NamedTuple
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept, shard_ranks
-from osdp.plan import FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+from osdp.planfile import FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from osdp.cost.holds import COPY, END, ISSUE, Places, Position
+from osdp.cost.holds import COPY, ISSUE, Places, Position
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
 
@@ -97,12 +97,9 @@ def levels(stretches: Sequence[Stretch], batch: int) -> IntArray:
 class Layout:
     """A step in given shapes: visits 0 to n-1 are the stages forward, n to 2n-1 backward, 2n the optimizer."""
 
-    def __init__(self, graph: ModelGraph, shapes: Sequence[Shape], choices: Sequence[dict[str, tuple[Unit, ...]]]) -> None:
+    def __init__(self, graph: ModelGraph, shaped: Sequence[ShapedStage]) -> None:
         self.graph = graph
-        self.shaped = tuple(
-            ShapedStage(stage, shape, units[shape.granularity])
-            for stage, shape, units in zip(graph.stages, shapes, choices, strict=True)
-        )
+        self.shaped = tuple(shaped)
 
     def visit(self, stage: int, backward: bool) -> int:
         return 2 * len(self.shaped) - 1 - stage if backward else stage
@@ -204,14 +201,27 @@ def _pairs(items: list[tuple[Position, int]]) -> list[tuple[tuple[Position, int]
     return list(zip(items, items[1:], strict=False))
 
 
-def stage_choices(graph: ModelGraph) -> list[dict[str, tuple[Unit, ...]]]:
-    """The units of every stage at every granularity that it has."""
-    return [stage_units(graph, stage) for stage in graph.stages]
+class Shapes:
+    """The shapes that every stage of a model can take, each made once."""
 
+    def __init__(self, graph: ModelGraph) -> None:
+        self.graph = graph
+        self._units = [stage_units(graph, stage) for stage in graph.stages]
+        self._made: dict[tuple[int, Shape], ShapedStage] = {}
 
-def plainest(graph: ModelGraph, choices: Sequence[dict[str, tuple[Unit, ...]]]) -> list[Shape]:
-    """Every block whole and nothing recomputed."""
-    return [Shape(WHOLE if WHOLE in units else OPERATORS) for units in choices]
+    def of(self, stage: int) -> list[Shape]:
+        recompute = (False, True) if self.graph.stages[stage].recomputed is not None else (False,)
+        return [Shape(granularity, again) for granularity in self._units[stage] for again in recompute]
 
+    def shaped(self, stage: int, shape: Shape) -> ShapedStage:
+        key = stage, shape
+        if key not in self._made:
+            self._made[key] = ShapedStage(self.graph.stages[stage], shape, self._units[stage][shape.granularity])
+        return self._made[key]
 
-__all__ = ["END", "Footprint", "Layout", "Shape", "ShapedStage", "footprint", "levels", "plainest", "stage_choices"]
+    def layout(self, shapes: Sequence[Shape]) -> Layout:
+        return Layout(self.graph, [self.shaped(stage, shape) for stage, shape in enumerate(shapes)])
+
+    def plainest(self) -> list[Shape]:
+        """Every block whole and nothing recomputed."""
+        return [Shape(WHOLE if WHOLE in units else OPERATORS) for units in self._units]

@@ -13,7 +13,7 @@ from osdp.cost.layout import Layout, levels
 from osdp.cost.training import Training
 from osdp.cost.units import Option, shard_ranks
 from osdp.model.graph import IntArray
-from osdp.plan import REPLICATE
+from osdp.planfile import REPLICATE
 
 
 @dataclass(frozen=True)

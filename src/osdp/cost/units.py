@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 from osdp.cluster import Cluster
 from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
-from osdp.plan import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
 
 WHOLE, PARTS, OPERATORS = "whole", "parts", "operators"
 GRANULARITIES = (WHOLE, PARTS, OPERATORS)

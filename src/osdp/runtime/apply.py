@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from osdp.errors import UsageError
-from osdp.plan import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

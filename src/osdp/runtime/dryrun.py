@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from osdp._torch import FakeStore, FakeTensorMode, tree_leaves, tree_map_only
 from osdp.model.fake import fake_copy
 from osdp.model.trace import Hooks, RawTrace, Recorder
-from osdp.plan import Plan
+from osdp.planfile import Plan
 from osdp.runtime.apply import parallelize
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -1,0 +1,1 @@
+"""The command `osdp`: one small file a command. Nothing here imports torch before a command runs."""

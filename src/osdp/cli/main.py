@@ -1,0 +1,89 @@
+"""The parser, and what becomes of an error: a sentence and an exit code, never a traceback.
+
+[Note: Exit codes]
+0 done; 1 something failed; 2 the input must be corrected; 3 no plan fits the memory; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import osdp
+from osdp.cli import devices, graph, models, plan
+from osdp.cli.parser import Parser
+from osdp.errors import DoesNotFit, OsdpError, UsageError
+
+FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
+
+DESCRIPTION = """\
+Train a PyTorch model data-parallel at the highest throughput that its devices'
+memory allows.
+
+osdp decides for every operator how it is held, whether it is split, whether its
+activations are recomputed, and with which batch size to train. Planning needs
+no GPU and no weights."""
+
+EXAMPLES = """\
+examples:
+  osdp models                               which models are known by name
+  osdp devices                              which devices are known by name
+  osdp plan gpt2-xl --cluster 8xRTX-3090    the best plan, and what it gains
+  osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
+  osdp graph plan.json                      what a step computes and sends
+
+exit codes:
+  0 done   1 failed   2 input to correct   3 no plan fits the memory
+  130 interrupted"""
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (plan, graph, models, devices):
+        command.add_to(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; see [Note: Exit codes]."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without × shows ?, and the answer still arrives
+    try:
+        _run(argv)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough. Python would flush once more at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except DoesNotFit as error:
+        _show_does_not_fit(error)
+        return DOES_NOT_FIT
+    except (OsdpError, OSError) as error:
+        _say(f"error: {error}")
+        return USAGE if isinstance(error, UsageError) else FAILED
+    return 0
+
+
+def _run(argv: Sequence[str] | None) -> None:
+    try:
+        arguments = build_parser().parse_args(argv)
+        arguments.run(arguments)
+    finally:
+        sys.stdout.flush()  # here, where a reader that has left is known; --help leaves through here too
+
+
+def _say(sentence: str) -> None:
+    print(f"osdp: {sentence}", file=sys.stderr)
+
+
+def _show_does_not_fit(error: DoesNotFit) -> None:
+    from osdp.report.page import misfit_page
+    from osdp.report.terminal import console, print_misfit
+
+    print_misfit(misfit_page(error), console(sys.stderr))

@@ -1,0 +1,59 @@
+"""An argument parser that answers bad input as the rest of the program does: one sentence and the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from osdp.errors import UsageError
+
+T = TypeVar("T")
+Commands = Any  # argparse's own type for subparsers is private
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        # Before Python 3.14 only whole words such as -3 count as values, and `--memory -3GiB` lacks one.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def error(self, message: str) -> NoReturn:
+        remedy = "" if ";" in message else f"; see {self.prog} --help"  # our own checks name theirs
+        raise UsageError(message + remedy)
+
+
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """`read` for argparse: its UsageError becomes a sentence about the argument."""
+
+    def read_or_refuse(text: str) -> T:
+        try:
+            return read(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_or_refuse
+
+
+@checked
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a whole number; give one of at least 1") from None
+    if number < 1:
+        raise UsageError(f"{number} is below 1; give a whole number of at least 1")
+    return number
+
+
+@checked
+def output_path(text: str) -> Path:
+    """A path that can be written, so far as can be seen before the work is done."""
+    path = Path(text)
+    if path.is_dir():
+        raise UsageError(f"{text!r} is a folder; give the path of a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"the folder of {text!r} does not exist; create it or choose another path")
+    return path

@@ -1,0 +1,219 @@
+"""`osdp plan`: the fastest plan for a model on a cluster, and the proof."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from osdp.cli.output import print_json
+from osdp.cli.parser import Commands, checked, output_path, positive
+from osdp.cli.progress import shown_progress
+from osdp.cluster import Cluster, parse_bytes
+from osdp.cost.training import OPTIMIZERS, PRECISIONS
+from osdp.errors import DoesNotFit, UsageError
+from osdp.planfile import MODES, PLAN_VERSION, Plan
+
+if TYPE_CHECKING:
+    from osdp.model.source import ModelSource
+
+DESCRIPTION = """\
+Find the plan with the most samples per second that fits the memory, prove that
+no plan is better, and compare it with the usual ways to train. Nothing is run:
+the model is traced on fake tensors."""
+
+EXAMPLES = """\
+modes, how a unit's parameters are held:
+  replicate     whole on every rank; gradients are all-reduced (data parallel)
+  keep          sharded over all ranks; gathered in forward, kept for backward
+  free          sharded over all ranks; gathered for forward, freed, gathered
+                again for backward (fully sharded, ZeRO-3)
+  free_to_node  as free, but between the two each node holds one copy
+  keep_in_node  as keep, but sharded in each node, replicated across nodes
+  free_in_node  as free, but sharded in each node, replicated across nodes
+
+examples:
+  osdp plan gpt2-xl --cluster 8xRTX-3090
+  osdp plan llama3-8b --cluster 2x8xA100-40GB --seq-len 4096 -o plan.json
+  osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --global-batch 256
+  osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
+  osdp plan my_package.models:build --cluster 4xL4 --modes replicate,free"""
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan", help="find the fastest plan that fits", description=DESCRIPTION, epilog=EXAMPLES
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a name of `osdp models`, a config.json or its folder, package.module:function"
+    )
+    _add_machines(parser)
+    _add_training(parser)
+    _add_restrictions(parser)
+    _add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machines")
+    group.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        required=True,
+        type=checked(Cluster.parse),
+        help="such as 2x8xA100-80GB (nodes x devices x device; see `osdp devices`), or a cluster file (.toml)",
+    )
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=checked(parse_bytes),
+        help="memory of each device, such as 16GiB; a reserve is taken off (default: the device's own)",
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--seq-len", metavar="S", type=positive, help="tokens in a sample (default: the model's own)")
+    group.add_argument(
+        "--precision",
+        choices=tuple(PRECISIONS),
+        default="bf16",
+        help="bf16: computes in bf16, holds fp32; fp32; pure-bf16: all in bf16 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--reduce-dtype",
+        choices=("fp32", "bf16"),
+        help="gradients on the wire (default: fp32, with pure-bf16 bf16)",
+    )
+    group.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="its states count (default: %(default)s)"
+    )
+    group.add_argument(
+        "--batch", metavar="B", type=positive, help="samples of one device at a time (default: the best that fits)"
+    )
+    group.add_argument(
+        "--global-batch",
+        metavar="G",
+        type=positive,
+        help="samples of a whole step; planning chooses how many at a time (default: one micro-batch a step)",
+    )
+
+
+def _add_restrictions(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("restrictions")
+    group.add_argument(
+        "--pin",
+        metavar="PATTERN=MODE",
+        action="append",
+        type=read_pin,
+        help="hold the units whose name matches in this mode, such as 'lm_head=keep'; may be repeated",
+    )
+    group.add_argument(
+        "--modes", metavar="A,B", type=read_modes, help="use these modes only (default: all that the cluster has)"
+    )
+    group.add_argument("--no-split", action="store_true", help="do not split operators into slices")
+    group.add_argument("--no-recompute", action="store_true", help="do not recompute activations")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print the plan as one JSON document")
+    group.add_argument("-o", "--output", metavar="FILE", type=output_path, help="save the plan to this file")
+    group.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def _known_mode(mode: str) -> str:
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
+    return mode
+
+
+@checked
+def read_pin(text: str) -> tuple[str, str]:
+    pattern, equals, mode = text.rpartition("=")
+    if not equals or not pattern.strip():
+        raise UsageError(f"{text!r} is not PATTERN=MODE; write it as 'lm_head=keep'")
+    return pattern.strip(), _known_mode(mode.strip())
+
+
+@checked
+def read_modes(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_known_mode(mode.strip()) for mode in text.split(",")))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    pins = _pins(arguments.pin or ())
+    if arguments.batch is not None and arguments.global_batch is not None:
+        raise UsageError(
+            f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
+            "--batch fixes one device's micro-batch, --global-batch the whole step's samples: give one of them"
+        )
+    from osdp.model.source import load_model
+
+    source = load_model(arguments.model, seq_len=arguments.seq_len)
+    try:
+        plan = _plan(arguments, source, pins)
+    except DoesNotFit as error:
+        if arguments.json:
+            print_json({"version": PLAN_VERSION, "error": misfit_dict(error)})
+        raise
+    _deliver(plan, arguments)
+
+
+def _pins(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    pins: dict[str, str] = {}
+    for pattern, mode in pairs:
+        if pins.setdefault(pattern, mode) != mode:
+            raise UsageError(f"--pin holds {pattern!r} in {pins[pattern]} and in {mode}; keep one of them")
+    return pins
+
+
+def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, str]) -> Plan:
+    with shown_progress(arguments.quiet) as progress:
+        from osdp.api import plan
+
+        return plan(
+            source.build_on_meta(),
+            source.inputs,
+            arguments.cluster,
+            memory=arguments.memory,
+            precision=arguments.precision,
+            optimizer=arguments.optimizer,
+            reduce_dtype=arguments.reduce_dtype,
+            batch=arguments.batch,
+            global_batch=arguments.global_batch,
+            pin=pins or None,
+            modes=arguments.modes,
+            split=not arguments.no_split,
+            recompute=not arguments.no_recompute,
+            loss=source.loss,
+            name=arguments.model,  # what was asked for, so that `osdp graph` finds the model again
+            seq_len=source.seq_len,
+            progress=progress,
+        )
+
+
+def _deliver(plan: Plan, arguments: argparse.Namespace) -> None:
+    if arguments.output is not None:
+        plan.save(arguments.output)
+    if arguments.json:
+        print_json(plan.to_dict())
+        return
+    from osdp.report.page import plan_page
+    from osdp.report.terminal import console, print_plan
+
+    print_plan(plan_page(plan), console(sys.stdout))
+    if arguments.output is not None:
+        print(f"saved to {arguments.output}")
+
+
+def misfit_dict(error: DoesNotFit) -> dict[str, Any]:
+    return {
+        "message": str(error),
+        "peak_bytes": error.peak_bytes,
+        "limit_bytes": error.limit_bytes,
+        "peak_at": error.peak_at,
+        "memory_parts": dict(error.memory_parts),
+        "remedies": [{"change": remedy.change, "peak_bytes": remedy.peak_bytes} for remedy in error.remedies],
+    }

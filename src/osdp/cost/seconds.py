@@ -1,0 +1,127 @@
+"""What a step takes: compute by roofline, collectives by latency and bandwidth, copies and the optimizer by memory.
+
+[Note: Phase]
+One stage's forward, or its backward, is a phase. Where communication overlaps compute, a phase takes the longer of its
+compute and its own communication: in a row of equal blocks each gather hides behind the block before, each reduction
+behind the block after, so every phase hides as much as it owns. The first stage has nothing before it in forward and
+nothing after it in backward: its communication is exposed. Where nothing overlaps, phases are sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from osdp.cluster import Cluster
+from osdp.cost.holds import Places
+from osdp.cost.training import Training
+from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, shard_ranks
+from osdp.model.graph import Stretch
+from osdp.planfile import FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Roofline:
+    """Seconds of a list of kernels: each takes its FLOPs or its bytes, whichever is longer, and a launch."""
+
+    def __init__(self, stretches: Sequence[Stretch], cluster: Cluster, training: Training) -> None:
+        none = np.zeros((0, 2), dtype=np.int64)
+        self.flops = np.concatenate([none, *(stretch.flops for stretch in stretches)])
+        self.moved = np.concatenate([none, *(stretch.moved for stretch in stretches)])
+        device = cluster.device
+        self._flop_seconds = device.matmul_seconds(1e12, training.precision.compute_dtype) / 1e12
+        self._byte_seconds = device.memory_seconds(1e12) / 1e12
+        self._launches = len(self.flops) * device.kernel_seconds
+
+    def at(self, batch: int) -> float:
+        size = np.array([1.0, batch])
+        return float(np.maximum(self.flops @ size * self._flop_seconds, self.moved @ size * self._byte_seconds).sum()) + (
+            self._launches
+        )
+
+    def flops_at(self, batch: int) -> int:
+        return int((self.flops @ np.array([1, batch])).sum())
+
+
+class Collective(NamedTuple):
+    """One collective, or local copy, that a unit's option asks for in a phase."""
+
+    kind: str
+    group: str | None
+    nbytes: int
+    seconds: float
+    copied_bytes: int  # moved on the device beside it: casts, copies in and out
+    copy_seconds: float
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """All that a unit's option adds to a step beside its kernels."""
+
+    gather: tuple[Collective, ...]
+    gather_again: tuple[Collective, ...]
+    reduce: tuple[Collective, ...]
+    step_bytes: int
+    step_seconds: float
+
+
+def unit_work(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> UnitWork:
+    """The collectives of a unit's option; with slices, one of each kind for every slice."""
+    sharded = option.sharded if option.mode != REPLICATE else 0
+    gather: list[Collective] = []
+    again: list[Collective] = []
+    reduce: list[Collective] = []
+    stepped = 0
+    for mode, count in ((option.mode, sharded), (REPLICATE, option.slices - sharded)):
+        if not count:
+            continue
+        sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+        stepped += count * sizes.trained
+        if places.enter is not None:
+            gather += [_gather(mode, sizes, training, cluster, again=False)] * count
+        if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
+            again += [_gather(mode, sizes, training, cluster, again=True)] * count
+        if unit.trained and places.leave_again is not None:
+            reduce += _reduce(mode, sizes, training, cluster) * count
+    step_bytes = training.optimizer.passes * training.precision.master_bytes * stepped
+    return UnitWork(
+        tuple(gather), tuple(again), tuple(reduce), step_bytes, cluster.device.memory_seconds(step_bytes)
+    )
+
+
+def _collective(
+    kind: str, group: str, nbytes: int, copied: int, cluster: Cluster
+) -> Collective:
+    launch = cluster.device.kernel_seconds
+    seconds = cluster.collective_seconds(kind, group, nbytes)
+    return Collective(kind, group, nbytes, seconds + launch, copied, cluster.device.memory_seconds(copied) + launch)
+
+
+def _gather(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool) -> Collective:
+    master, compute = training.precision.master_bytes, training.precision.compute_bytes
+    nbytes = sizes.gathered * compute
+    if mode == REPLICATE:  # a local cast or copy, no traffic
+        copied = sizes.gathered * (master + compute)
+        seconds = cluster.device.memory_seconds(copied) + cluster.device.kernel_seconds
+        return Collective("copy", None, nbytes, 0.0, copied, seconds)
+    in_node = mode in (KEEP_IN_NODE, FREE_IN_NODE) or (mode == FREE_TO_NODE and again)
+    return _collective(ALL_GATHER, "node" if in_node else "world", nbytes, 2 * nbytes, cluster)
+
+
+def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> list[Collective]:
+    compute, reduce = training.precision.compute_bytes, training.reduce_bytes
+    nbytes = sizes.reduced * reduce
+    copied = sum(numel for _, numel in sizes.gradients) * compute + nbytes
+    if mode == REPLICATE:
+        return [_collective(ALL_REDUCE, "world", nbytes, copied + 2 * nbytes, cluster)]
+    if mode in (KEEP_IN_NODE, FREE_IN_NODE):
+        return [
+            _collective(REDUCE_SCATTER, "node", nbytes, copied, cluster),
+            _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, cluster),
+        ]
+    return [_collective(REDUCE_SCATTER, "world", nbytes, copied, cluster)]

@@ -1,0 +1,507 @@
+"""Makes the search's tables out of layouts, holds and seconds; see [Note: Problem] in osdp.search.problem.
+
+[Note: Long runs]
+Every unit chooses for itself, with one exception. In a run of more than LONG_RUN alike blocks the units of one block
+choose together: one mode for all of them, and one number of slices for all that can be split. The blocks of such a run
+still differ from each other, so any mixture over the run remains, in steps of a block instead of an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from osdp.cluster import Cluster
+from osdp.cost.holds import Hold, Places, Position, unit_holds
+from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
+from osdp.cost.seconds import Collective, Roofline, UnitWork, unit_work
+from osdp.cost.training import Training
+from osdp.cost.units import SLICES, WHOLE, Option, Unit, modes_for, shard_ranks
+from osdp.errors import UsageError
+from osdp.model.graph import IntArray, ModelGraph
+from osdp.planfile import MODES, REPLICATE
+from osdp.search.problem import (
+    Amount,
+    Guest,
+    Problem,
+    Rows,
+    Seconds,
+    ShapeTable,
+    StageChoice,
+    StageTable,
+    UnitOption,
+)
+
+_LAST_SLOT = 1 << 30
+LONG_RUN = 8  # see [Note: Long runs]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be chosen: modes, splitting, recompute, granularity, and what is pinned to a mode."""
+
+    modes: tuple[str, ...] = MODES
+    split: bool = True
+    recompute: bool = True
+    only_recompute: bool = False
+    granularities: tuple[str, ...] | None = None
+    pins: Mapping[str, str] | None = None
+
+    def modes_of(self, unit: Unit, operators: Sequence[str], cluster: Cluster) -> tuple[str, ...]:
+        allowed = tuple(mode for mode in modes_for(cluster) if mode in self.modes)
+        names = {unit.name, *unit.modules, *operators}
+        pinned = {
+            mode
+            for pattern, mode in (self.pins or {}).items()
+            if any(fnmatchcase(name, pattern) for name in names)
+        }
+        if len(pinned) > 1:
+            return ()  # this unit holds operators that are pinned to different modes
+        return tuple(mode for mode in allowed if not pinned or mode in pinned)
+
+
+class Tables:
+    """All tables of one model on one cluster; what does not depend on the batch size is made once."""
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules) -> None:
+        self.graph, self.cluster, self.training, self.rules = graph, cluster, training, rules
+        self.shapes = Shapes(graph)
+        self._check_rules()
+        self._made: dict[object, list[_MadeShape]] = {}
+        self._long = _long_runs(graph)
+        self._stages = [self._stage(index) for index in range(len(graph.stages))]
+        self._at: dict[tuple[int, int], ShapeTable] = {}
+
+    def _check_rules(self) -> None:
+        known = modes_for(self.cluster)
+        for mode in self.rules.modes:
+            if mode not in MODES:
+                raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
+        if not set(known) & set(self.rules.modes):
+            raise UsageError(f"none of the modes {', '.join(self.rules.modes)} exists on {self.cluster.label}; it has {', '.join(known)}")
+        names = [name for stage in self.graph.stages for name in (stage.name, *stage.parts, *stage.operators)]
+        for pattern, mode in (self.rules.pins or {}).items():
+            if mode not in known:
+                raise UsageError(f"cannot pin {pattern!r} to {mode!r}: {self.cluster.label} has {', '.join(known)}")
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UsageError(f"pin {pattern!r} matches no operator; names look like {names[1]!r} and {names[-1]!r}")
+
+    def _stage(self, index: int) -> list[_MadeShape]:
+        stage = self.graph.stages[index]
+        ends = index == 0, index + 1 == len(self.graph.stages)
+        pinned = tuple(p for p in (self.rules.pins or {}) if any(fnmatchcase(n, p) for n in (stage.name, *stage.parts, *stage.operators)))
+        key = (stage.alike, ends, pinned) if stage.is_block else ("outside", index)
+        if key not in self._made:
+            made = [_MadeShape.of(self, index, shape) for shape in self._allowed(index)]
+            usable = [shape for shape in made if all(shape.options)]
+            if not usable:
+                raise UsageError(f"the pins leave no way to hold {stage.name}; drop one, or allow finer granularity")
+            self._made[key] = usable
+        return self._made[key]
+
+    def _allowed(self, index: int) -> list[Shape]:
+        stage = self.graph.stages[index]
+        shapes = self.shapes.of(index)
+        if not stage.is_block:
+            return shapes
+        wanted = self.rules.granularities
+        shapes = [s for s in shapes if wanted is None or s.granularity in wanted or s.granularity == WHOLE]
+        if self.rules.only_recompute:
+            return [s for s in shapes if s.recompute] or shapes
+        return [s for s in shapes if self.rules.recompute or not s.recompute]
+
+    def problem(self, batch: int, *, limit: int, time_batch: int | None = None) -> Problem:
+        """The tables at a batch size; with `time_batch`, the seconds are those of another one."""
+        kinds: dict[int, int] = {}
+        stages = []
+        for index, made in enumerate(self._stages):
+            tables = tuple(self._table(shape, batch, time_batch or batch) for shape in made)
+            stages.append(StageTable(tables, kinds.setdefault(id(made), len(kinds)), exposed=index == 0))
+        constant = self.graph.buffer_bytes + self.graph.input_bytes.at(batch)
+        return Problem(tuple(stages), constant, limit, self.cluster.overlap, self.training.accumulation)
+
+    def _table(self, shape: _MadeShape, batch: int, time_batch: int) -> ShapeTable:
+        return shape.table(batch, time_batch)
+
+    def read(self, choice: Sequence[StageChoice]) -> tuple[Layout, list[Option]]:
+        """A choice as a layout and the option of each of its units."""
+        shapes: list[Shape] = []
+        options: list[Option] = []
+        for made, stage in zip(self._stages, choice, strict=True):
+            shape = made[stage.shape]
+            shapes.append(shape.shaped.shape)
+            for unit, (option, sharded) in zip(shape.options, stage.options, strict=True):
+                chosen = unit[option]
+                assert isinstance(chosen.key, tuple)
+                options += [replace(key, sharded=sharded) if chosen.slices > 1 else key for key in chosen.key]
+        return self.shapes.layout(shapes), options
+
+
+@dataclass
+class _MadeShape:
+    """A stage's shape with everything that does not depend on the batch size."""
+
+    shaped: ShapedStage
+    options: tuple[tuple[UnitOption, ...], ...]
+    guests: tuple[Guest, ...]
+    forward: _SlotGroups
+    backward: _SlotGroups
+    forward_time: Roofline
+    backward_time: Roofline
+
+    @staticmethod
+    def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
+        shapes = tables.shapes.plainest()
+        shapes[index] = shape
+        layout = tables.shapes.layout(shapes)
+        shaped = layout.shaped[index]
+        visits = layout.visit(index, False), layout.visit(index, True)
+        lengths = 3 * len(shaped.trace.forward), 3 * len(shaped.trace.backward)
+        slots = _Slots(visits, lengths)
+        first = sum(len(other.units) for other in layout.shaped[:index])
+        options = tuple(
+            tuple(_options(tables, layout, unit, places, slots))
+            for unit, places in zip(shaped.units, layout.places[first : first + len(shaped.units)], strict=True)
+        )
+        if shaped.stage.name in tables._long:
+            options = (tuple(_together(options)),)
+        guests = _guests(tables, layout, index, slots)
+        flags = _flags(layout, index, slots)
+        groups = [_SlotGroups.of(options, guests, which, flags[which]) for which in (0, 1)]
+        return _MadeShape(
+            shaped,
+            tuple(tuple(_regrouped(option, groups) for option in unit) for unit in options),
+            tuple(
+                replace(
+                    guest,
+                    forward=tuple(rows[groups[0].first] for rows in guest.forward),
+                    backward=tuple(rows[groups[1].first] for rows in guest.backward),
+                )
+                for guest in guests
+            ),
+            groups[0],
+            groups[1],
+            Roofline(shaped.trace.forward, tables.cluster, tables.training),
+            Roofline(shaped.trace.backward, tables.cluster, tables.training),
+        )
+
+    def table(self, batch: int, time_batch: int) -> ShapeTable:
+        trace = self.shaped.trace
+        forward, kept = self.forward.rows(levels(trace.forward, batch))
+        backward, kept_again = self.backward.rows(levels(trace.backward, batch))
+        return ShapeTable(
+            key=self.shaped.shape,
+            units=tuple(
+                tuple(replace(o, forward=o.forward[kept], backward=o.backward[kept_again]) for o in unit)
+                for unit in self.options
+            ),
+            forward=forward,
+            backward=backward,
+            saved=trace.forward_delta.at(batch),
+            freed=trace.backward_delta.at(batch),
+            forward_seconds=self.forward_time.at(time_batch),
+            backward_seconds=self.backward_time.at(time_batch),
+            guests=tuple(
+                replace(
+                    guest,
+                    forward=tuple(rows[kept] for rows in guest.forward),
+                    backward=tuple(rows[kept_again] for rows in guest.backward),
+                )
+                for guest in self.guests
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Slots:
+    visits: tuple[int, int]
+    lengths: tuple[int, int]
+
+
+def _value(holds: Sequence[Hold], position: Position) -> int:
+    return sum(hold.nbytes for hold in holds if hold.start <= position < hold.end)
+
+
+def _visit_bytes(holds: Sequence[Hold], visit: int, length: int, always: int) -> IntArray:
+    """Bytes of a unit beyond `always` in every slot of a visit."""
+    change = np.zeros(length + 1, dtype=np.int64)
+    for hold in holds:
+        begin = 0 if hold.start.visit < visit else hold.start.slot if hold.start.visit == visit else length
+        end = length if hold.end.visit > visit else hold.end.slot if hold.end.visit == visit else 0
+        if begin < end:
+            change[min(begin, length)] += hold.nbytes
+            change[min(end, length)] -= hold.nbytes
+    return change.cumsum()[:length] - always
+
+
+def _options(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots) -> list[UnitOption]:
+    prefix = f"{unit.name}."
+    deeper = [u.name for u in layout.units if u is not unit and u.name.startswith(prefix)]
+    below = [
+        name
+        for stage in tables.graph.stages
+        if unit.block is None or stage.name == unit.block
+        for name in stage.operators
+        if (name in unit.modules or name.startswith(prefix))
+        and not any((name + ".").startswith(other + ".") for other in deeper)
+    ]
+    modes = tables.rules.modes_of(unit, below, tables.cluster)
+    once = (False, True) if tables.training.accumulation > 1 and unit.trained else (False,)
+    found = []
+    for mode in modes:
+        for slices in (1, *(s for s in SLICES if tables.rules.split and unit.can_split(s))):
+            found += [_option(tables, layout, unit, places, slots, Option(mode, slices, 1, o)) for o in once]
+    return found
+
+
+def _together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
+    """The options of a block whose units choose together: a mode and a number of slices; see [Note: Long runs]."""
+    by_key = [{option.key[0]: option for option in unit} for unit in units]  # type: ignore[index]
+    wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once) for unit in by_key for key in unit)
+    found = []
+    for mode, slices, once in wanted:
+        taken = []
+        for unit in by_key:
+            fits = [o for key, o in unit.items() if key.reduce_once == once or not any(k.reduce_once == once for k in unit)]
+            modes = [o for o in fits if o.key[0].mode == mode] or fits  # type: ignore[index]
+            exact = [o for o in modes if o.key[0].slices == slices]  # type: ignore[index]
+            taken.append((exact or modes or list(unit.values()))[0])
+        found.append(_sum_of(taken))
+    unique = {option.key: option for option in found}
+    return list(unique.values())
+
+
+def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
+    """Options taken together, every slice of a split one sharded."""
+
+    def amount(name: str) -> Amount:
+        return Amount(sum(getattr(o, name).at(o.slices) for o in options))
+
+    def seconds(name: str) -> Seconds:
+        return Seconds(sum(getattr(o, name).at(o.slices) for o in options))
+
+    keys = []
+    for option in options:
+        assert isinstance(option.key, tuple)
+        keys.append(replace(option.key[0], sharded=option.slices))
+    return UnitOption(
+        key=tuple(keys),
+        forward=_at_slices(options, "forward"),
+        backward=_at_slices(options, "backward"),
+        reduce_once=any(option.reduce_once for option in options),
+        **{name: amount(name) for name in _BYTES},
+        **{name: seconds(name) for name in _SECONDS},
+    )
+
+
+_BYTES = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
+_SECONDS = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
+
+
+def _at_slices(options: Sequence[UnitOption], name: str) -> IntArray:
+    line = np.sum([getattr(option, name) @ np.array([1, option.slices]) for option in options], axis=0)
+    return np.stack([line, np.zeros_like(line)], axis=1)
+
+
+def _long_runs(graph: ModelGraph) -> set[str]:
+    """Names of the blocks whose units choose together."""
+    counts: dict[int, int] = {}
+    for stage in graph.stages:
+        counts[stage.alike] = counts.get(stage.alike, 0) + 1
+    kinds = {stage.parameters_key(graph) for stage in graph.blocks if counts[stage.alike] > LONG_RUN}
+    return {stage.name for stage in graph.blocks if stage.parameters_key(graph) in kinds}
+
+
+def _option(
+    tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option
+) -> UnitOption:
+    """Measures an option at one and, where it is split, at two sharded slices: everything between is on that line."""
+    split = option.slices > 1 and option.mode != REPLICATE
+    one = _Measured(tables, layout, unit, places, slots, option)
+    two = _Measured(tables, layout, unit, places, slots, replace(option, sharded=2)) if split else one
+
+    def amount(read: Callable[[_Measured], int]) -> Amount:
+        slope = read(two) - read(one)
+        return Amount(read(one) - slope, slope)
+
+    def seconds(read: Callable[[_Measured], float]) -> Seconds:
+        slope = read(two) - read(one) if split else 0.0
+        return Seconds(read(one) - slope, slope)
+
+    def rows(which: int) -> IntArray:
+        slope = two.rows[which] - one.rows[which]
+        return np.stack([one.rows[which] - slope, slope], axis=1)
+
+    return UnitOption(
+        key=(option,),
+        forward=rows(0),
+        backward=rows(1),
+        slices=option.slices if split else 1,
+        always=amount(lambda m: m.always),
+        between=amount(lambda m: m.between),
+        after=amount(lambda m: m.after),
+        stepping=amount(lambda m: m.stepping),
+        ahead=amount(lambda m: m.ahead),
+        cast=amount(lambda m: m.cast),
+        ahead_again=amount(lambda m: m.ahead_again),
+        cast_again=amount(lambda m: m.cast_again),
+        reducing=amount(lambda m: m.reducing),
+        far=one.far,
+        gather=seconds(lambda m: _wire(m.work.gather)),
+        gather_again=seconds(lambda m: _wire(m.work.gather_again)),
+        reduce=seconds(lambda m: _wire(m.work.reduce)),
+        copy=seconds(lambda m: _copies(m.work.gather)),
+        copy_again=seconds(lambda m: _copies(m.work.gather_again)),
+        copy_reduce=seconds(lambda m: _copies(m.work.reduce)),
+        step=seconds(lambda m: m.work.step_seconds),
+        reduce_once=option.reduce_once,
+    )
+
+
+def _wire(work: Sequence[Collective]) -> float:
+    return sum(collective.seconds for collective in work)
+
+
+def _copies(work: Sequence[Collective]) -> float:
+    return sum(collective.copy_seconds for collective in work)
+
+
+class _Measured:
+    """The bytes and seconds of one option at one number of sharded slices."""
+
+    def __init__(
+        self, tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option
+    ) -> None:
+        holds = unit_holds(unit, option, places, tables.training, tables.cluster)
+        self.work: UnitWork = unit_work(unit, option, places, tables.training, tables.cluster)
+        self.always = _value(holds, Position(-1, 0))
+        forward, backward = slots.visits
+        self.rows = [_visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]
+        end = 2 * len(layout.shaped)
+        self.between = _value(holds, Position(forward, _LAST_SLOT)) - self.always
+        self.after = _value(holds, Position(end, 0)) - self.always
+        self.reducing = _value(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
+        self.ahead, self.cast = self._prefetched(holds, places.issue, forward, 0)
+        self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
+        self.stepping = _stepping(unit, option, tables)
+        self.far: IntArray | None = None
+        own = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
+        if not own <= set(slots.visits):  # it spans stages
+            visits = [
+                0 if v in own or v in slots.visits else _value(holds, Position(v, 0)) - self.always for v in range(end)
+            ]
+            self.far = np.array(visits, dtype=np.int64)
+            self.between = self.ahead = self.cast = self.ahead_again = self.cast_again = self.reducing = 0
+
+    def _prefetched(self, holds: Sequence[Hold], issue: Position | None, visit: int, held: int) -> tuple[int, int]:
+        """What the unit's gather holds in the visit before its own, and what more at the moment of issue."""
+        if issue is None or issue.visit >= visit:
+            return 0, 0
+        ahead = _value(holds, Position(visit - 1, _LAST_SLOT)) - self.always - held
+        return ahead, _value(holds, issue) - self.always - held - ahead
+
+
+def _stepping(unit: Unit, option: Option, tables: Tables) -> int:
+    sharded = option.sharded if option.mode != REPLICATE else 0
+    held = 0
+    for mode, count in ((option.mode, sharded), (REPLICATE, option.slices - sharded)):
+        if count:
+            held += count * unit.sizes(shard_ranks(mode, tables.cluster), option.slices).trained
+    return tables.training.optimizer.temporaries * tables.training.precision.master_bytes * held
+
+
+def _guests(tables: Tables, layout: Layout, index: int, slots: _Slots) -> list[Guest]:
+    """Units of other stages that are used in this one; only stages outside blocks have any."""
+    if layout.shaped[index].stage.is_block:
+        return []
+    guests, at = [], 0
+    for stage, shaped in enumerate(layout.shaped):
+        for number, unit in enumerate(shaped.units):
+            places = layout.places[at]
+            at += 1
+            used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p}
+            if stage == index or not used & set(slots.visits):
+                continue
+            home = _Slots((layout.visit(stage, False), layout.visit(stage, True)), (0, 0))
+            rows: tuple[list[IntArray], list[IntArray]] = ([], [])
+            for option in _options(tables, layout, unit, places, home):
+                assert isinstance(option.key, tuple)
+                for which in (0, 1):
+                    holds = unit_holds(unit, option.key[0], places, tables.training, tables.cluster)
+                    line = _visit_bytes(holds, slots.visits[which], slots.lengths[which], _value(holds, Position(-1, 0)))
+                    rows[which].append(np.stack([line, np.zeros_like(line)], axis=1))
+            guests.append(Guest(stage, number, tuple(rows[0]), tuple(rows[1])))
+    return guests
+
+
+def _flags(layout: Layout, index: int, slots: _Slots) -> list[tuple[IntArray, IntArray, IntArray]]:
+    """For both visits: the slots with the next stage's gather, those of its issue, and those with a reduction."""
+    issues: list[list[Position]] = [[], []]
+    reduced: list[Position] = []
+    for places in layout.places:
+        for which, (issue, enter) in enumerate(
+            ((places.issue, places.enter), (places.issue_again, places.enter_again))
+        ):
+            if issue is not None and enter is not None and issue.visit <= slots.visits[which] < enter.visit:
+                issues[which].append(issue)
+        left = places.leave_again
+        if left is not None and left.visit < slots.visits[1] <= places.reduced.visit:
+            reduced.append(places.reduced)
+    flags = []
+    for which, length in enumerate(slots.lengths):
+        tail, issue, head = (np.zeros(length, dtype=np.int64) for _ in range(3))
+        for position in issues[which]:
+            inside = position.visit == slots.visits[which]
+            tail[position.slot if inside else 0 :] = 1
+            if inside:
+                issue[position.slot] = 1
+        if which == 1:
+            for position in reduced:
+                head[: position.slot if position.visit == slots.visits[1] else length] = 1
+        flags.append((tail, issue, head))
+    return flags
+
+
+@dataclass(frozen=True)
+class _SlotGroups:
+    """Slots that differ in nothing but their activations are one row, at their highest."""
+
+    first: IntArray  # one slot of every group
+    member: IntArray  # the group of every slot
+    tail: IntArray
+    issue: IntArray
+    head: IntArray
+    features: IntArray
+
+    @staticmethod
+    def of(
+        options: Sequence[Sequence[UnitOption]],
+        guests: Sequence[Guest],
+        which: int,
+        flags: tuple[IntArray, IntArray, IntArray],
+    ) -> _SlotGroups:
+        columns = [option.backward if which else option.forward for unit in options for option in unit]
+        columns += [rows for guest in guests for rows in (guest.backward if which else guest.forward)]
+        features = np.concatenate([*columns, *(flag[:, None] for flag in flags)], axis=1)
+        _, first, member = np.unique(features, axis=0, return_index=True, return_inverse=True)
+        return _SlotGroups(first, member.reshape(-1), *(flag[first] for flag in flags), features[first])
+
+    def rows(self, activations: IntArray) -> tuple[Rows, IntArray]:
+        """The rows at given activations, without those that another row exceeds in everything; and which they are."""
+        highest = np.full(len(self.first), np.iinfo(np.int64).min)
+        np.maximum.at(highest, self.member, activations)
+        full = np.concatenate([highest[:, None], self.features], axis=1)
+        kept: list[int] = []
+        for index in np.argsort(-full.sum(axis=1, dtype=np.float64), kind="stable"):
+            if not any((full[other] >= full[index]).all() for other in kept):
+                kept.append(int(index))
+        chosen = np.array(kept, dtype=np.int64)
+        flags = [flag[chosen].astype(bool) for flag in (self.tail, self.issue, self.head)]
+        return Rows(highest[chosen], *flags), chosen
+
+
+def _regrouped(option: UnitOption, groups: Sequence[_SlotGroups]) -> UnitOption:
+    return replace(option, forward=option.forward[groups[0].first], backward=option.backward[groups[1].first])

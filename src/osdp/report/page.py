@@ -1,0 +1,235 @@
+"""The page about a plan, and the page about none: their values, without a word of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from osdp.errors import DoesNotFit
+from osdp.planfile import MODES, REPLICATE, Baseline, Certificate, Plan, PlanUnit
+from osdp.report.grouping import below, label_of, merged
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named part of a whole, in bytes or seconds."""
+
+    name: str
+    amount: float
+    share: float
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """One unit of a group; `name` is as seen from its block, '' for what the block holds itself."""
+
+    name: str
+    mode: str
+    splits: int
+    sharded_splits: int
+    reduce_once: bool
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks, or a unit outside blocks, with the same choices; `parameters` are those of one of them."""
+
+    names: tuple[str, ...]
+    is_block: bool
+    recompute: bool
+    units: tuple[UnitRow, ...]
+
+    @property
+    def label(self) -> str:
+        return label_of(self.names)
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.parameters for unit in self.units)
+
+
+@dataclass(frozen=True)
+class BaselineRow:
+    """A familiar way to train beside the plan; `ratio` is plan ÷ baseline, None where the baseline does not fit."""
+
+    name: str
+    recompute: bool
+    batch_size: int
+    accumulation: int
+    samples_per_second: float
+    peak_bytes: int
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of one device against its limit."""
+
+    peak_bytes: int
+    limit_bytes: int
+    at: str
+    parts: tuple[Part, ...]
+
+    @property
+    def share(self) -> float:
+        return self.peak_bytes / self.limit_bytes
+
+
+@dataclass(frozen=True)
+class PlanPage:
+    """Everything that the page about a plan shows."""
+
+    model: str
+    parameters: int
+    seq_len: int | None
+    cluster: str
+    world_size: int
+    precision: str
+    reduce_dtype: str
+    optimizer: str
+    samples_per_second: float
+    tokens_per_second: float | None
+    batch_size: int
+    accumulation: int
+    global_batch: int
+    step_seconds: float
+    time_parts: tuple[Part, ...]
+    memory: Memory
+    held: tuple[Part, ...]
+    groups: tuple[Group, ...]
+    baselines: tuple[BaselineRow, ...]
+    certificate: Certificate
+
+
+@dataclass(frozen=True)
+class RemedyRow:
+    """A change, the peak it reaches, and what it saves."""
+
+    change: str
+    peak_bytes: int
+    saved_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class MisfitPage:
+    """Everything that the page about a model that does not fit shows."""
+
+    message: str
+    memory: Memory
+    remedies: tuple[RemedyRow, ...]
+
+    @property
+    def excess_bytes(self) -> int:
+        return self.memory.peak_bytes - self.memory.limit_bytes
+
+
+def plan_page(plan: Plan) -> PlanPage:
+    predicted = plan.predicted
+    seq_len = plan.model.seq_len
+    return PlanPage(
+        model=plan.model.name,
+        parameters=plan.model.parameters,
+        seq_len=seq_len,
+        cluster=plan.cluster.label,
+        world_size=plan.cluster.world_size,
+        precision=plan.precision,
+        reduce_dtype=plan.reduce_dtype,
+        optimizer=plan.optimizer,
+        samples_per_second=predicted.samples_per_second,
+        tokens_per_second=None if seq_len is None else seq_len * predicted.samples_per_second,
+        batch_size=plan.batch_size,
+        accumulation=plan.accumulation,
+        global_batch=plan.global_batch,
+        step_seconds=predicted.step_seconds,
+        time_parts=parts_of(predicted.time_parts, predicted.step_seconds),
+        memory=Memory(
+            predicted.peak_bytes,
+            predicted.limit_bytes,
+            predicted.peak_at,
+            parts_of(predicted.memory_parts, predicted.peak_bytes),
+        ),
+        held=held_shares(plan.units),
+        groups=grouped(plan.units),
+        baselines=tuple(_baseline_row(each, predicted.samples_per_second) for each in plan.baselines),
+        certificate=plan.certificate,
+    )
+
+
+def misfit_page(error: DoesNotFit) -> MisfitPage:
+    parts = parts_of(error.memory_parts, error.peak_bytes)
+    return MisfitPage(
+        message=str(error),
+        memory=Memory(error.peak_bytes, error.limit_bytes, error.peak_at, parts),
+        remedies=tuple(
+            RemedyRow(
+                change=each.change,
+                peak_bytes=each.peak_bytes,
+                saved_bytes=error.peak_bytes - each.peak_bytes,
+                fits=each.peak_bytes <= error.limit_bytes,
+            )
+            for each in sorted(error.remedies, key=lambda remedy: remedy.peak_bytes)
+        ),
+    )
+
+
+def parts_of(amounts: Mapping[str, float], whole: float) -> tuple[Part, ...]:
+    """The parts that are there, largest first."""
+    present = sorted(((amount, name) for name, amount in amounts.items() if amount), key=lambda pair: -pair[0])
+    return tuple(Part(name, amount, amount / whole if whole else 0.0) for amount, name in present)
+
+
+def held_shares(units: tuple[PlanUnit, ...]) -> tuple[Part, ...]:
+    """How much of the model is held in each mode, in parameters; a split unit may be held in two."""
+    amounts = dict.fromkeys(MODES, 0.0)
+    for unit in units:
+        sharded = unit.parameters if unit.mode == REPLICATE else unit.parameters * unit.sharded_splits / unit.splits
+        amounts[unit.mode] += sharded
+        amounts[REPLICATE] += unit.parameters - sharded
+    return parts_of(amounts, sum(amounts.values()))
+
+
+def grouped(units: tuple[PlanUnit, ...]) -> tuple[Group, ...]:
+    """Units by block, and equal blocks together."""
+    groups: list[Group] = []
+    for block, members in groupby(units, key=lambda unit: unit.block):
+        rows = list(members)
+        if block is None:
+            groups.extend(Group((unit.name,), False, unit.recompute, (_unit_row(unit, None),)) for unit in rows)
+        else:
+            recompute = any(unit.recompute for unit in rows)
+            groups.append(Group((block,), True, recompute, tuple(_unit_row(unit, block) for unit in rows)))
+    return tuple(
+        Group(tuple(name for group in alike for name in group.names), *_choices(alike[0]))
+        for alike in merged(groups, key=_key)
+    )
+
+
+def _choices(group: Group) -> tuple[bool, bool, tuple[UnitRow, ...]]:
+    return group.is_block, group.recompute, group.units
+
+
+def _key(group: Group) -> tuple[object, ...]:
+    """Blocks are alike within one list of blocks; a unit outside blocks is like no other."""
+    name = group.names[0]
+    return (name.rpartition(".")[0], *_choices(group)) if group.is_block else (name,)
+
+
+def _unit_row(unit: PlanUnit, block: str | None) -> UnitRow:
+    name = unit.name if block is None else below(unit.name, block)
+    return UnitRow(name, unit.mode, unit.splits, unit.sharded_splits, unit.reduce_once, unit.parameters)
+
+
+def _baseline_row(baseline: Baseline, samples_per_second: float) -> BaselineRow:
+    comparable = baseline.feasible and baseline.samples_per_second > 0
+    return BaselineRow(
+        name=baseline.name,
+        recompute=baseline.recompute,
+        batch_size=baseline.batch_size,
+        accumulation=baseline.accumulation,
+        samples_per_second=baseline.samples_per_second,
+        peak_bytes=baseline.peak_bytes,
+        ratio=samples_per_second / baseline.samples_per_second if comparable else None,
+    )

@@ -1,0 +1,25 @@
+"""The oracle for tests: every choice there is, judged one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from osdp.search.problem import Problem, StageChoice, StageTable, evaluate
+
+
+def stage_choices(stage: StageTable) -> Iterator[StageChoice]:
+    for index, shape in enumerate(stage.shapes):
+        units = [[(o, k) for o, option in enumerate(options) for k in option.counts] for options in shape.units]
+        for options in product(*units):
+            yield StageChoice(index, tuple(options))
+
+
+def brute_force(problem: Problem) -> tuple[tuple[StageChoice, ...], float] | None:
+    """The fastest choice within the limit and its seconds; None where nothing fits."""
+    best: tuple[tuple[StageChoice, ...], float] | None = None
+    for choice in product(*(list(stage_choices(stage)) for stage in problem.stages)):
+        verdict = evaluate(problem, choice)
+        if verdict.peak <= problem.limit and (best is None or verdict.seconds < best[1]):
+            best = choice, verdict.seconds
+    return best

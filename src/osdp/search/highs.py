@@ -1,0 +1,105 @@
+"""A small mixed-integer program, row by row, handed to HiGHS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+INFINITY = float("inf")
+
+
+@dataclass
+class Program:
+    """minimise cost · x within bounds and rows; columns and rows are added one at a time."""
+
+    cost: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    index: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+
+    def column(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = INFINITY, integer: bool = False) -> int:
+        self.cost.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: dict[int, float], *, lower: float = -INFINITY, upper: float = INFINITY) -> None:
+        for column, value in terms.items():
+            if value:
+                self.index.append(column)
+                self.value.append(value)
+        self.starts.append(len(self.index))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+    def equal(self, terms: dict[int, float], value: float) -> None:
+        self.row(terms, lower=value, upper=value)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What HiGHS says: `bound` is proven, `values` are None where nothing is feasible or the bound sufficed."""
+
+    status: str  # optimal, infeasible, limit
+    objective: float
+    bound: float
+    nodes: int
+    values: np.ndarray | None
+    reduced_costs: np.ndarray | None = None  # of a relaxation: what a column costs at least, once it is used
+
+
+def solve(
+    program: Program, *, relaxed: bool = False, unused: np.ndarray | None = None, seconds: float = INFINITY
+) -> Answer:
+    """Solves to a gap of zero; `relaxed` drops the integrality and so gives a lower bound; `unused` columns are 0."""
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("mip_abs_gap", 0.0)
+    solver.setOptionValue("random_seed", 0)
+    if seconds < INFINITY:
+        solver.setOptionValue("time_limit", max(seconds, 0.01))
+    solver.passModel(_model(program, relaxed, unused))
+    solver.run()
+    status = solver.getModelStatus()
+    info = solver.getInfo()
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return Answer("infeasible", INFINITY, INFINITY, int(info.mip_node_count), None)
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(solver.getSolution().col_value) if has_solution else None
+    objective = float(info.objective_function_value) if has_solution else INFINITY
+    bound = objective if relaxed else float(info.mip_dual_bound)
+    if not any(program.integer) and optimal:
+        bound = objective
+    nodes = 0 if relaxed else max(int(info.mip_node_count), 0)
+    costs = np.array(solver.getSolution().col_dual) if relaxed and optimal else None
+    return Answer("optimal" if optimal else "limit", objective, bound, nodes, values, costs)
+
+
+def _model(program: Program, relaxed: bool, unused: np.ndarray | None) -> highspy.HighsLp:
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(program.cost), len(program.row_lower)
+    model.col_cost_ = np.array(program.cost, dtype=np.float64)
+    model.col_lower_ = np.array(program.lower, dtype=np.float64)
+    upper = np.array(program.upper, dtype=np.float64)
+    model.col_upper_ = upper if unused is None else np.where(unused, 0.0, upper)
+    model.row_lower_ = np.array(program.row_lower, dtype=np.float64)
+    model.row_upper_ = np.array(program.row_upper, dtype=np.float64)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.array(program.starts, dtype=np.int32)
+    model.a_matrix_.index_ = np.array(program.index, dtype=np.int32)
+    model.a_matrix_.value_ = np.array(program.value, dtype=np.float64)
+    if not relaxed:
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        model.integrality_ = [kinds[flag] for flag in program.integer]
+    return model

@@ -1,0 +1,161 @@
+"""Random small decision problems, with everything that a real one has: splits, overlap, recompute, spanning units."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from osdp.search.problem import (
+    Amount,
+    Guest,
+    Problem,
+    Rows,
+    Seconds,
+    ShapeTable,
+    StageTable,
+    UnitOption,
+)
+
+MIB = 1 << 20
+
+
+class _Draw:
+    """A seeded source of small numbers: ties are frequent on purpose."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def nbytes(self, most: int = 40) -> int:
+        return int(self.random.integers(0, most + 1)) * MIB + int(self.random.integers(0, 2)) * 12345
+
+    def seconds(self, most: int = 8) -> float:
+        return float(self.random.integers(0, most + 1)) / 8
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high + 1))
+
+    def chance(self, p: float) -> bool:
+        return bool(self.random.random() < p)
+
+
+def _amount(draw: _Draw, split: bool, most: int = 40) -> Amount:
+    return Amount(draw.nbytes(most), draw.nbytes(most // 4) if split else 0)
+
+
+def _duration(draw: _Draw, split: bool) -> Seconds:
+    return Seconds(draw.seconds(), draw.seconds(2) if split else 0.0)
+
+
+def _rows(draw: _Draw, length: int) -> Rows:
+    tail = draw.integer(0, length)
+    head = draw.integer(0, length)
+    places = np.arange(length)
+    activations = [draw.integer(-10, 30) * MIB for _ in range(length)]
+    activations[0] = abs(activations[0])
+    return Rows(
+        np.array(activations, dtype=np.int64),
+        places >= tail,
+        places == tail,
+        places < head,
+    )
+
+
+def _table(draw: _Draw, length: int, split: bool) -> np.ndarray:
+    return np.array([[draw.nbytes(), draw.nbytes(8) if split else 0] for _ in range(length)], dtype=np.int64).reshape(
+        length, 2
+    )
+
+
+def _option(draw: _Draw, key: object, forward: int, backward: int, micro: int, far: np.ndarray | None) -> UnitOption:
+    slices = draw.integer(2, 4) if draw.chance(0.25) else 1
+    split = slices > 1
+    return UnitOption(
+        key=key,
+        forward=_table(draw, forward, split),
+        backward=_table(draw, backward, split),
+        slices=slices,
+        always=_amount(draw, split),
+        between=Amount() if far is not None else _amount(draw, split, 20),
+        after=Amount() if far is not None else _amount(draw, split, 20),
+        stepping=_amount(draw, split, 10),
+        ahead=_amount(draw, split, 10),
+        cast=_amount(draw, split, 6),
+        ahead_again=_amount(draw, split, 10),
+        cast_again=_amount(draw, split, 6),
+        reducing=_amount(draw, split, 10),
+        far=far,
+        gather=_duration(draw, split),
+        gather_again=_duration(draw, split),
+        reduce=_duration(draw, split),
+        copy=_duration(draw, split),
+        copy_again=_duration(draw, split),
+        copy_reduce=_duration(draw, split),
+        step=_duration(draw, split),
+        reduce_once=micro > 1 and draw.chance(0.5),
+    )
+
+
+def _shape(draw: _Draw, key: object, units: int, options: int, micro: int) -> ShapeTable:
+    forward, backward = draw.integer(1, 3), draw.integer(1, 3)
+    return ShapeTable(
+        key=key,
+        units=tuple(
+            tuple(_option(draw, (u, o), forward, backward, micro, None) for o in range(draw.integer(1, options)))
+            for u in range(units)
+        ),
+        forward=_rows(draw, forward),
+        backward=_rows(draw, backward),
+        saved=draw.nbytes(20),
+        freed=-draw.nbytes(20),
+        forward_seconds=draw.seconds(),
+        backward_seconds=draw.seconds(),
+    )
+
+
+def _spanning(draw: _Draw, stages: list[StageTable]) -> list[StageTable]:
+    """Gives the first stage's first unit rows in the last stage, and bytes everywhere in between."""
+    first, last = stages[0].shapes[0], stages[-1].shapes[0]
+    visits = 2 * len(stages)
+    options = []
+    for option in first.units[0]:
+        far = np.array([draw.nbytes(10) for _ in range(visits)], dtype=np.int64)
+        far[[0, len(stages) - 1, len(stages), visits - 1]] = 0
+        values = {**option.__dict__, "far": far, "between": Amount(), "after": Amount()}
+        options.append(UnitOption(**values))
+    guest = Guest(
+        0,
+        0,
+        tuple(_table(draw, len(last.forward), option.slices > 1) for option in options),
+        tuple(_table(draw, len(last.backward), option.slices > 1) for option in options),
+    )
+    first = ShapeTable(**{**first.__dict__, "units": (tuple(options), *first.units[1:])})
+    last = ShapeTable(**{**last.__dict__, "guests": (guest,)})
+    ends = StageTable((first,), stages[0].alike, stages[0].exposed), StageTable((last,), stages[-1].alike)
+    return [ends[0], *stages[1:-1], ends[1]]
+
+
+def random_problem(seed: int) -> Problem:
+    """A problem whose choices can all be tried, with a limit that is neither hopeless nor idle."""
+    draw = _Draw(seed)
+    micro = draw.integer(1, 3) if draw.chance(0.3) else 1
+    alike_run = draw.chance(0.4)
+    if alike_run:  # one kind of stage, many times: the groups of the search are at work
+        count = draw.integer(7, 8)
+        table = StageTable((_shape(draw, 0, 1, 2, micro),), 0)
+        if all(option.slices > 1 for option in table.shapes[0].units[0]):
+            table = StageTable((_shape(draw, 0, 1, 1, micro),), 0)
+        stages = [table] * count
+    else:
+        count = draw.integer(1, 3)
+        stages = [
+            StageTable(
+                tuple(_shape(draw, s, draw.integer(1, 2), 2, micro) for s in range(draw.integer(1, 2))), i, i == 0
+            )
+            for i in range(count)
+        ]
+        if count == 3 and draw.chance(0.3):
+            stages = _spanning(draw, stages)
+    return Problem(tuple(stages), draw.nbytes(10), draw.integer(60, 500) * MIB, draw.chance(0.5), micro)
+
+
+problems = st.integers(min_value=0, max_value=2**32 - 1).map(random_problem)
