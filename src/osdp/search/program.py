@@ -83,6 +83,7 @@ class Model:
             else:
                 self._average_rows(position)
         self._optimizer_row()
+        self._totals()
         if cutoff is not None:
             self.program.row(dict(enumerate(self.program.cost)), upper=cutoff * scale)
 
@@ -314,6 +315,16 @@ class Model:
         for columns in self.groups:
             _merge(terms, columns.sum_of("stepping"))
         self.program.row(terms, upper=self._limit)
+
+    def _totals(self) -> None:
+        """How many stages of a kind take an option, over all groups: redundant, but a better place to branch."""
+        kinds: dict[int, list[_GroupColumns]] = {}
+        for columns in self.groups:
+            kinds.setdefault(columns.table.alike, []).append(columns)
+        for alike in (members for members in kinds.values() if len(members) > 1):
+            for chosen in zip(*(list(columns.chosen()) for columns in alike), strict=True):
+                total = self.program.column(upper=sum(c.group.size for c in alike), integer=True)
+                self.program.equal({total: -1.0, **{c.count: 1.0 for c in chosen}}, 0.0)
 
     # Reading a solution
 

@@ -36,10 +36,10 @@ def first_groups(problem: Problem) -> list[Group]:
         stop = first + len(list(run))
         sizes = [1] * _LAST  # from the end: ones, then twice as many each time, and the first by itself
         while sum(sizes) < stop - first - 1:
-            sizes.append(sizes[-1] * 2)
+            sizes.append(stop - first)
         at, cut = stop, []
         for size in sizes:
-            if at - size > first + 1:
+            if size == 1 and at - size > first + 1:
                 cut.append(Group(at - size, at))
                 at -= size
         cut += [Group(first + 1, at)] if at > first + 1 else []
@@ -97,8 +97,11 @@ class _Search:
             if time.monotonic() >= self.deadline:
                 return self._done("limit")
             refined = refine(groups, verdict)
-            if refined == groups:  # nothing left to refine: the last bytes are HiGHS's tolerance
-                self.asked = replace(self.asked, limit=self.asked.limit - max(verdict.peak - self.problem.limit, 1))
+            if refined == groups:  # the program is the problem itself: what differs is HiGHS's tolerance
+                over = verdict.peak - self.problem.limit
+                if over <= 0:
+                    return self._done("optimal")
+                self.asked = replace(self.asked, limit=self.asked.limit - over)
             groups = refined
 
     def _round(self, model: Model, groups: list[Group], relaxation: Answer) -> Verdict | None:
@@ -107,7 +110,6 @@ class _Search:
         if self.to_beat < INFINITY:
             room = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
             unused = self._dear(model, relaxation, room)
-            model.program.row(dict(enumerate(model.program.cost)), upper=self.to_beat * self.scale * (1 - _TOLERANCE))
         answer = solve(model.program, unused=unused, seconds=self.deadline - time.monotonic())
         self.nodes += answer.nodes
         if answer.status == "infeasible":
