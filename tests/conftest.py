@@ -53,6 +53,7 @@ def plan() -> Plan:
             samples_per_second=32.0,
             peak_bytes=30 * GIB,
             limit_bytes=40 * GIB,
+            reserve_bytes=2 * GIB,
             peak_at="blocks.2.mlp in backward",
             memory_parts={"parameters": 10 * GIB, "saved activations": 20 * GIB, "temporaries": 0},
             time_parts={"compute": 1.2, "exposed communication": 0.3},

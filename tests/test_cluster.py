@@ -19,9 +19,7 @@ NETWORK = Link(40e9, 10e-6)
 
 links = st.builds(Link, st.floats(1e3, 1e13), st.floats(0, 1.0), st.text(max_size=8))
 measurements = st.lists(
-    st.builds(
-        Measured, st.sampled_from(KINDS), st.sampled_from(GROUPS), st.floats(0, 1.0), st.floats(1e3, 1e13)
-    ),
+    st.builds(Measured, st.sampled_from(KINDS), st.sampled_from(GROUPS), st.floats(0, 1.0), st.floats(1e3, 1e13)),
     unique_by=lambda each: (each.kind, each.group),
 )
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -136,16 +134,12 @@ def test_one_device_a_node_never_uses_the_node_link() -> None:
 
 
 def test_latency_grows_with_the_logarithm_of_nodes() -> None:
-    latency = [
-        small(nodes, 1).collective_seconds("all_gather", "world", 0) for nodes in (1, 2, 3, 4, 5, 2048)
-    ]
+    latency = [small(nodes, 1).collective_seconds("all_gather", "world", 0) for nodes in (1, 2, 3, 4, 5, 2048)]
     assert latency == pytest.approx([0, 10e-6, 20e-6, 20e-6, 30e-6, 110e-6])
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 64), st.floats(0, 1e12), measurements)
-def test_names_of_the_same_ranks_cost_the_same(
-    kind: str, count: int, size: float, measured: list[Measured]
-) -> None:
+def test_names_of_the_same_ranks_cost_the_same(kind: str, count: int, size: float, measured: list[Measured]) -> None:
     one_node = small(1, count, *[each for each in measured if each.group == "world"])
     assert one_node.collective_seconds(kind, "world", size) == one_node.collective_seconds(kind, "node", size)
     assert one_node.collective_seconds(kind, "across", size) == 0.0
@@ -156,11 +150,7 @@ def test_names_of_the_same_ranks_cost_the_same(
 
 @given(clusters, st.sampled_from(KINDS), st.sampled_from(GROUPS), st.floats(1, 1e12))
 def test_more_bytes_never_cost_less(cluster: Cluster, kind: str, group: str, size: float) -> None:
-    assert (
-        0
-        <= cluster.collective_seconds(kind, group, size)
-        <= cluster.collective_seconds(kind, group, 2 * size)
-    )
+    assert 0 <= cluster.collective_seconds(kind, group, size) <= cluster.collective_seconds(kind, group, 2 * size)
 
 
 @given(st.integers(2, 64), st.integers(2, 8), st.floats(1e6, 1e12))
@@ -262,9 +252,7 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
     cluster = Cluster.parse(str(path))
     base = device("A100-80GB")
     assert (cluster.label, cluster.world_size, cluster.limit_bytes) == ("lab", 8, int(40 * GIB * 0.9))
-    assert cluster.device == dataclasses.replace(
-        base, name="A100-PCIe", peak_flops={**base.peak_flops, "bf16": 300e12}
-    )
+    assert cluster.device == dataclasses.replace(base, name="A100-PCIe", peak_flops={**base.peak_flops, "bf16": 300e12})
     assert cluster.node_link == base.node_link
     assert cluster.network == Link(25e9, 12e-6)
     assert cluster.measured == (Measured("all_gather", "world", 45e-6, 20e9),)

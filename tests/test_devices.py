@@ -41,9 +41,7 @@ def test_speeds_are_in_their_order(one: Device) -> None:
     """Memory beats the node's link, that beats the network's share; narrow types are not slower."""
     assert one.memory_bytes_per_second > one.node_link.bytes_per_second > one.network.bytes_per_second / 8
     assert one.node_link.latency_seconds < one.network.latency_seconds
-    assert (
-        one.peak_flops["fp32"] <= one.peak_flops["tf32"] <= one.peak_flops["bf16"] <= one.peak_flops["fp16"]
-    )
+    assert one.peak_flops["fp32"] <= one.peak_flops["tf32"] <= one.peak_flops["bf16"] <= one.peak_flops["fp16"]
     # A dense figure is never more than 32 times the plain fp32 rate; a sparse one of these devices often is.
     assert one.peak_flops["fp16"] <= 32 * one.peak_flops["fp32"]
 

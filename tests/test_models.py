@@ -160,9 +160,7 @@ def test_gpt_traces(name: str) -> None:
 
 def test_gpt_is_causal_and_learns() -> None:
     torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(vocab_size=16, positions=8, layers=(1, 1), widths=(16, 32), head_width=8, tied=False)
-    )
+    model = GPT(GPTConfig(vocab_size=16, positions=8, layers=(1, 1), widths=(16, 32), head_width=8, tied=False))
     tokens = torch.arange(8).view(1, 8)
     changed = tokens.clone()
     changed[0, 5] = 9
@@ -337,9 +335,7 @@ def test_bad_config_says_why(change: dict[str, Any], message: str, tmp_path: Pat
         load_model(str(write_config(tmp_path, TINY_LLAMA | change)))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "is no JSON"), ("[]", "no model_type"), ("{}", "no model_type")]
-)
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "no model_type"), ("{}", "no model_type")])
 def test_file_that_is_no_config_says_why(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=message):
@@ -356,9 +352,7 @@ def test_layerdrop_cannot_be_planned(tmp_path: Path) -> None:
 def test_length_is_limited_by_learned_positions(name: str) -> None:
     limit = presets()[name].seq_len
     assert limit is not None and load_model(name, seq_len=limit).seq_len == limit
-    with pytest.raises(
-        UsageError, match=f"length {limit + 1} exceeds the {limit} learned positions of {name}"
-    ):
+    with pytest.raises(UsageError, match=f"length {limit + 1} exceeds the {limit} learned positions of {name}"):
         load_model(name, seq_len=limit + 1)
 
 
@@ -391,7 +385,5 @@ def test_the_reference_page_shows_the_data() -> None:
     page = (Path(__file__).parents[1] / "docs/reference/models.md").read_text(encoding="utf-8")
     for preset in presets().values():
         length = preset.seq_len or "-"
-        row = (
-            f"| `{preset.name}` | {preset.parameters:,} | {length} | {preset.description} | {preset.source} |"
-        )
+        row = f"| `{preset.name}` | {preset.parameters:,} | {length} | {preset.description} | {preset.source} |"
         assert row in page

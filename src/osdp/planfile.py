@@ -67,6 +67,7 @@ class Predicted:
     samples_per_second: float
     peak_bytes: int
     limit_bytes: int
+    reserve_bytes: int  # device memory beyond the limit: context, libraries' buffers, fragmentation
     peak_at: str
     memory_parts: Mapping[str, int]
     time_parts: Mapping[str, float]

@@ -46,9 +46,7 @@ class Cluster:
         for key in ("nodes", "devices_per_node"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(
-                    f"{key} is {value!r} but must be a whole number of at least 1, e.g. '2x8xA100-80GB'"
-                )
+                raise UsageError(f"{key} is {value!r} but must be a whole number of at least 1, e.g. '2x8xA100-80GB'")
         if self.memory_bytes is not None:
             parse_bytes(self.memory_bytes)
         require_fraction(self.reserve_fraction)
@@ -147,9 +145,7 @@ class Cluster:
         """The cluster's shape as `parse` reads it: '2x8xA100-80GB', '8xA100-80GB' or 'A100-80GB'."""
         if self.nodes > 1:
             return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
-        return (
-            f"{self.devices_per_node}x{self.device.name}" if self.devices_per_node > 1 else self.device.name
-        )
+        return f"{self.devices_per_node}x{self.device.name}" if self.devices_per_node > 1 else self.device.name
 
     @property
     def label(self) -> str:
@@ -193,9 +189,7 @@ class Cluster:
         if measured is not None:
             return measured.latency_seconds + wire_bytes(kind, ranks, total_bytes) / measured.bytes_per_second
         rounds = 2 if kind == "all_reduce" else 1
-        return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(
-            group
-        )
+        return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
 
     def _latency_seconds(self, group: str) -> float:
         inside = 0 if group == "across" else self.devices_per_node - 1

@@ -140,9 +140,7 @@ def _read_link(form: Form, key: str, prefix: str, *default: Link) -> Link:
 
 def _read_measured(entries: object) -> tuple[Measured, ...]:
     if not isinstance(entries, (list, tuple)):
-        raise UsageError(
-            f"key 'collective' is {entries!r} but must be a list of tables; write [[collective]]"
-        )
+        raise UsageError(f"key 'collective' is {entries!r} but must be a list of tables; write [[collective]]")
     forms = [Form(entry, "[[collective]]", _COLLECTIVE_KEYS) for entry in entries]
     return tuple(
         Measured(

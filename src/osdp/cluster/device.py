@@ -48,14 +48,8 @@ class Device:
         remedy = f"correct it for device {self.name!r}"
         if not self.name:
             raise UsageError("device name is empty; give it one, e.g. name = 'my-gpu'")
-        if (
-            isinstance(self.memory_bytes, bool)
-            or not isinstance(self.memory_bytes, int)
-            or self.memory_bytes < 1
-        ):
-            raise UsageError(
-                f"memory_bytes is {self.memory_bytes!r} but must be an integer above 0; {remedy}"
-            )
+        if isinstance(self.memory_bytes, bool) or not isinstance(self.memory_bytes, int) or self.memory_bytes < 1:
+            raise UsageError(f"memory_bytes is {self.memory_bytes!r} but must be an integer above 0; {remedy}")
         missing = [dtype for dtype in DTYPES if dtype not in self.peak_flops]
         if missing:
             raise UsageError(
@@ -111,9 +105,7 @@ def require_fraction(reserve_fraction: float) -> None:
     """Refuse a reserve that leaves nothing to plan with."""
     number = isinstance(reserve_fraction, (int, float)) and not isinstance(reserve_fraction, bool)
     if not number or not 0 <= reserve_fraction < 1:
-        raise UsageError(
-            f"reserve_fraction is {reserve_fraction!r} but must be at least 0 and below 1, e.g. 0.06"
-        )
+        raise UsageError(f"reserve_fraction is {reserve_fraction!r} but must be at least 0 and below 1, e.g. 0.06")
 
 
 def devices() -> list[Device]:
@@ -145,9 +137,7 @@ def _key(name: str) -> str:
 def _catalogue() -> tuple[tuple[Device, ...], dict[str, Device]]:
     from importlib import resources  # here, because it costs more than the rest of the package to import
 
-    table = tomllib.loads(
-        resources.files("osdp.cluster").joinpath("devices.toml").read_text(encoding="utf-8")
-    )
+    table = tomllib.loads(resources.files("osdp.cluster").joinpath("devices.toml").read_text(encoding="utf-8"))
     known: list[Device] = []
     by_key: dict[str, Device] = {}
     for entry in table["device"]:
@@ -164,15 +154,9 @@ def _read_entry(entry: dict[str, Any], links: dict[str, Any], defaults: dict[str
     def link(place: str) -> Link:
         figures = links[entry[place]]
         efficiency = figures.get("link_efficiency", defaults["link_efficiency"])
-        return Link(
-            figures["peak_bytes_per_second"] * efficiency, figures["latency_seconds"], figures["name"]
-        )
+        return Link(figures["peak_bytes_per_second"] * efficiency, figures["latency_seconds"], figures["name"])
 
-    own = {
-        key: entry.get(key, value)
-        for key, value in defaults.items()
-        if key not in ("reason", "link_efficiency")
-    }
+    own = {key: entry.get(key, value) for key, value in defaults.items() if key not in ("reason", "link_efficiency")}
     return Device(
         name=entry["name"],
         memory_bytes=entry["memory_bytes"],

@@ -21,9 +21,7 @@ class Form:
     def __init__(self, table: object, place: str, known: tuple[str, ...]) -> None:
         self.place = f" in {place}" if place else ""
         if not isinstance(table, Mapping):
-            raise UsageError(
-                f"{place or 'the cluster'} is {table!r} but must be a table of {', '.join(known)}"
-            )
+            raise UsageError(f"{place or 'the cluster'} is {table!r} but must be a table of {', '.join(known)}")
         self.table: dict[str, Any] = dict(table)
         for key in self.table:
             if key not in known:

@@ -17,12 +17,7 @@ GROUPS = ("world", "node", "across")
 
 def require_positive(what: str, value: float, remedy: str) -> None:
     """Refuse a figure that would make a time infinite, zero or negative."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise UsageError(f"{what} is {value!r} but must be a finite number above 0; {remedy}")
 
 
@@ -59,9 +54,7 @@ class Link:
         require_positive("link bytes_per_second", self.bytes_per_second, "give bytes per second, e.g. 25e9")
         latency = self.latency_seconds
         if isinstance(latency, bool) or not isinstance(latency, (int, float)) or not 0 <= latency < math.inf:
-            raise UsageError(
-                f"link latency_seconds is {latency!r} but must be 0 or more; give seconds, e.g. 5e-6"
-            )
+            raise UsageError(f"link latency_seconds is {latency!r} but must be 0 or more; give seconds, e.g. 5e-6")
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -29,17 +29,13 @@ def parse_bytes(text: str | int) -> int:
     Computed exactly and rounded down, so that a size never promises a byte that is not there.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise UsageError(
-            f"memory size {text!r} is not a size; write an integer of bytes or a text such as '40GiB'"
-        )
+        raise UsageError(f"memory size {text!r} is not a size; write an integer of bytes or a text such as '40GiB'")
     if isinstance(text, int):
         number, unit = Fraction(text), "b"
     else:
         match = _SIZE.fullmatch(text)
         if match is None:
-            raise UsageError(
-                f"memory size {text!r} is not a number with a unit; write it as '40GiB' or '80GB'"
-            )
+            raise UsageError(f"memory size {text!r} is not a number with a unit; write it as '40GiB' or '80GB'")
         number, unit = Fraction(match[1]), match[2].lower() or "b"
     if unit not in _UNITS:
         raise UsageError(

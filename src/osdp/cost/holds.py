@@ -129,9 +129,7 @@ def _held(
     return holds
 
 
-def _forward(
-    mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster
-) -> list[Hold]:
+def _forward(mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     assert places.enter is not None and places.leave is not None
     compute = training.precision.compute_bytes
     copy = sizes.gathered * compute
@@ -165,9 +163,7 @@ def _gather(
     return holds
 
 
-def _backward(
-    mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster
-) -> list[Hold]:
+def _backward(mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     compute = training.precision.compute_bytes
     if places.enter_again is None or places.leave_again is None:
         return []
@@ -208,4 +204,3 @@ def _reduction(mode: str, option: Option, sizes: Sizes, places: Places, training
     if training.accumulation > 1:  # the new result is added to the old one
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), leave.next().next()))
     return holds
-

@@ -40,9 +40,9 @@ class Roofline:
 
     def at(self, batch: int) -> float:
         size = np.array([1.0, batch])
-        return float(np.maximum(self.flops @ size * self._flop_seconds, self.moved @ size * self._byte_seconds).sum()) + (
-            self._launches
-        )
+        return float(
+            np.maximum(self.flops @ size * self._flop_seconds, self.moved @ size * self._byte_seconds).sum()
+        ) + (self._launches)
 
     def flops_at(self, batch: int) -> int:
         return int((self.flops @ np.array([1, batch])).sum())
@@ -89,14 +89,10 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
         if unit.trained and places.leave_again is not None:
             reduce += _reduce(mode, sizes, training, cluster) * count
     step_bytes = training.optimizer.passes * training.precision.master_bytes * stepped
-    return UnitWork(
-        tuple(gather), tuple(again), tuple(reduce), step_bytes, cluster.device.memory_seconds(step_bytes)
-    )
+    return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, cluster.device.memory_seconds(step_bytes))
 
 
-def _collective(
-    kind: str, group: str, nbytes: int, copied: int, cluster: Cluster
-) -> Collective:
+def _collective(kind: str, group: str, nbytes: int, copied: int, cluster: Cluster) -> Collective:
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
     return Collective(kind, group, nbytes, seconds + launch, copied, cluster.device.memory_seconds(copied) + launch)

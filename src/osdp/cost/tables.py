@@ -54,9 +54,7 @@ class Rules:
         allowed = tuple(mode for mode in modes_for(cluster) if mode in self.modes)
         names = {unit.name, *unit.modules, *operators}
         pinned = {
-            mode
-            for pattern, mode in (self.pins or {}).items()
-            if any(fnmatchcase(name, pattern) for name in names)
+            mode for pattern, mode in (self.pins or {}).items() if any(fnmatchcase(name, pattern) for name in names)
         }
         if len(pinned) > 1:
             return ()  # this unit holds operators that are pinned to different modes
@@ -73,7 +71,6 @@ class Tables:
         self._made: dict[object, list[_MadeShape]] = {}
         self._long = _long_runs(graph)
         self._stages = [self._stage(index) for index in range(len(graph.stages))]
-        self._at: dict[tuple[int, int], ShapeTable] = {}
 
     def _check_rules(self) -> None:
         known = modes_for(self.cluster)
@@ -81,7 +78,9 @@ class Tables:
             if mode not in MODES:
                 raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
         if not set(known) & set(self.rules.modes):
-            raise UsageError(f"none of the modes {', '.join(self.rules.modes)} exists on {self.cluster.label}; it has {', '.join(known)}")
+            raise UsageError(
+                f"none of the modes {', '.join(self.rules.modes)} exists on {self.cluster.label}; it has {', '.join(known)}"
+            )
         names = [name for stage in self.graph.stages for name in (stage.name, *stage.parts, *stage.operators)]
         for pattern, mode in (self.rules.pins or {}).items():
             if mode not in known:
@@ -92,7 +91,11 @@ class Tables:
     def _stage(self, index: int) -> list[_MadeShape]:
         stage = self.graph.stages[index]
         ends = index == 0, index + 1 == len(self.graph.stages)
-        pinned = tuple(p for p in (self.rules.pins or {}) if any(fnmatchcase(n, p) for n in (stage.name, *stage.parts, *stage.operators)))
+        pinned = tuple(
+            p
+            for p in (self.rules.pins or {})
+            if any(fnmatchcase(n, p) for n in (stage.name, *stage.parts, *stage.operators))
+        )
         key = (stage.alike, ends, pinned) if stage.is_block else ("outside", index)
         if key not in self._made:
             made = [_MadeShape.of(self, index, shape) for shape in self._allowed(index)]
@@ -115,16 +118,15 @@ class Tables:
 
     def problem(self, batch: int, *, limit: int, time_batch: int | None = None) -> Problem:
         """The tables at a batch size; with `time_batch`, the seconds are those of another one."""
-        kinds: dict[int, int] = {}
+        kinds: dict[int, tuple[int, tuple[ShapeTable, ...]]] = {}
         stages = []
         for index, made in enumerate(self._stages):
-            tables = tuple(self._table(shape, batch, time_batch or batch) for shape in made)
-            stages.append(StageTable(tables, kinds.setdefault(id(made), len(kinds)), exposed=index == 0))
+            if id(made) not in kinds:
+                kinds[id(made)] = len(kinds), tuple(shape.table(batch, time_batch or batch) for shape in made)
+            number, tables = kinds[id(made)]
+            stages.append(StageTable(tables, number, exposed=index == 0))
         constant = self.graph.buffer_bytes + self.graph.input_bytes.at(batch)
         return Problem(tuple(stages), constant, limit, self.cluster.overlap, self.training.accumulation)
-
-    def _table(self, shape: _MadeShape, batch: int, time_batch: int) -> ShapeTable:
-        return shape.table(batch, time_batch)
 
     def read(self, choice: Sequence[StageChoice]) -> tuple[Layout, list[Option]]:
         """A choice as a layout and the option of each of its units."""
@@ -265,7 +267,9 @@ def _together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
     for mode, slices, once in wanted:
         taken = []
         for unit in by_key:
-            fits = [o for key, o in unit.items() if key.reduce_once == once or not any(k.reduce_once == once for k in unit)]
+            fits = [
+                o for key, o in unit.items() if key.reduce_once == once or not any(k.reduce_once == once for k in unit)
+            ]
             modes = [o for o in fits if o.key[0].mode == mode] or fits  # type: ignore[index]
             exact = [o for o in modes if o.key[0].slices == slices]  # type: ignore[index]
             taken.append((exact or modes or list(unit.values()))[0])
@@ -315,9 +319,7 @@ def _long_runs(graph: ModelGraph) -> set[str]:
     return {stage.name for stage in graph.blocks if stage.parameters_key(graph) in kinds}
 
 
-def _option(
-    tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option
-) -> UnitOption:
+def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option) -> UnitOption:
     """Measures an option at one and, where it is split, at two sharded slices: everything between is on that line."""
     split = option.slices > 1 and option.mode != REPLICATE
     one = _Measured(tables, layout, unit, places, slots, option)
@@ -431,7 +433,9 @@ def _guests(tables: Tables, layout: Layout, index: int, slots: _Slots) -> list[G
                 assert isinstance(option.key, tuple)
                 for which in (0, 1):
                     holds = unit_holds(unit, option.key[0], places, tables.training, tables.cluster)
-                    line = _visit_bytes(holds, slots.visits[which], slots.lengths[which], _value(holds, Position(-1, 0)))
+                    line = _visit_bytes(
+                        holds, slots.visits[which], slots.lengths[which], _value(holds, Position(-1, 0))
+                    )
                     rows[which].append(np.stack([line, np.zeros_like(line)], axis=1))
             guests.append(Guest(stage, number, tuple(rows[0]), tuple(rows[1])))
     return guests

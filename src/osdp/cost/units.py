@@ -163,7 +163,11 @@ def stage_units(graph: ModelGraph, stage: Stage) -> dict[str, tuple[Unit, ...]]:
         for op in operators
         if not tied & set(op.parameters) and _numel(graph, op) >= SMALL_SHARE * total and op.name != stage.name
     ]
-    parts = [part for part in stage.parts if not any((name + ".").startswith(part + ".") for name in _tied_owners(operators, tied))]
+    parts = [
+        part
+        for part in stage.parts
+        if not any((name + ".").startswith(part + ".") for name in _tied_owners(operators, tied))
+    ]
     choices: dict[str, list[str]] = {WHOLE: [], PARTS: parts, OPERATORS: large}
     found: dict[str, tuple[Unit, ...]] = {}
     for granularity, modules in choices.items():

@@ -124,7 +124,9 @@ def _without_empty_ends(
     """A stage outside blocks needs an operator: without one it joins the block beside it."""
 
     def idle(stage: tuple[str | None, int, int]) -> bool:
-        return stage[0] is None and not any(m.kind == "enter" and m.name in operators for m in marks[stage[1] : stage[2]])
+        return stage[0] is None and not any(
+            m.kind == "enter" and m.name in operators for m in marks[stage[1] : stage[2]]
+        )
 
     if len(forward) > 1 and idle(forward[-1]):
         _, _, stop = forward.pop()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +54,7 @@ def capture(
         try:
             taken = _Taken.of(model, inputs, loss, compute_dtype, mode, short)
             taken = taken if taken.agrees_with_depth(model) else None
-        except Exception:  # noqa: BLE001 - a model that cannot be shortened is captured whole, below
+        except Exception:
             taken = None
     try:
         taken = taken or _Taken.of(model, inputs, loss, compute_dtype, mode, None)
@@ -174,7 +173,19 @@ class _Taken:
             blocks, recomputed = [], None
             cuts = recomputed_cuts = [Cut(None, (0, turn), (turn, end))]
         return _Taken(
-            inputs, loss, dtype_name, mode, short, blocks, operators, plain, recomputed, cuts, recomputed_cuts, raw, batches
+            inputs,
+            loss,
+            dtype_name,
+            mode,
+            short,
+            blocks,
+            operators,
+            plain,
+            recomputed,
+            cuts,
+            recomputed_cuts,
+            raw,
+            batches,
         )
 
     def agrees_with_depth(self, model: nn.Module) -> bool:
@@ -206,7 +217,9 @@ class _Taken:
             for name in expand[cut.block]:
                 plain_cut, recomputed_cut = by_block[cut.block]
                 plain = build_trace(self.plain, plain_cut, (cut.block, name))
-                recomputed = build_trace(self.recomputed, recomputed_cut, (cut.block, name)) if self.recomputed else None
+                recomputed = (
+                    build_trace(self.recomputed, recomputed_cut, (cut.block, name)) if self.recomputed else None
+                )
                 stages.append((name, plain, recomputed))
                 done.add(name)
         return stages
@@ -359,7 +372,9 @@ def _operator(name: str, module: nn.Module, parameters: Mapping[str, Parameter],
 
 
 def _numbered(
-    stages: Sequence[tuple[str | None, Trace, Trace | None]], modules: Mapping[str, nn.Module], operators: Mapping[str, Operator]
+    stages: Sequence[tuple[str | None, Trace, Trace | None]],
+    modules: Mapping[str, nn.Module],
+    operators: Mapping[str, Operator],
 ) -> tuple[Stage, ...]:
     kinds: dict[object, int] = {}
     numbered = []
@@ -376,14 +391,24 @@ def _numbered(
             parts = tuple(find_parts(modules[block], block))
             key = (signature(modules[block]), _shape(plain, block), _shape(recomputed, block) if recomputed else None)
         name = block or ("start" if index == 0 else "end" if index + 1 == len(stages) else f"between.{index}")
-        numbered.append(Stage(name, block is not None, kinds.setdefault(key, len(kinds)), owned, parts, plain, recomputed))
+        numbered.append(
+            Stage(name, block is not None, kinds.setdefault(key, len(kinds)), owned, parts, plain, recomputed)
+        )
     return tuple(numbered)
 
 
 def _shape(trace: Trace, block: str) -> tuple[object, ...]:
     """A trace without its block's name: equal for stages that are alike."""
     return tuple(
-        (s.mark.kind, s.mark.name.removeprefix(block), s.mark.again, s.peak, s.end, s.flops.tobytes(), s.moved.tobytes())
+        (
+            s.mark.kind,
+            s.mark.name.removeprefix(block),
+            s.mark.again,
+            s.peak,
+            s.end,
+            s.flops.tobytes(),
+            s.moved.tobytes(),
+        )
         for s in (*trace.forward, *trace.backward)
     )
 

@@ -30,9 +30,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.widths):
-            raise UsageError(
-                f"layers {self.layers} and widths {self.widths} must be equally long, at least 1"
-            )
+            raise UsageError(f"layers {self.layers} and widths {self.widths} must be equally long, at least 1")
         bad = [width for width in self.widths if width % self.head_width]
         if bad:
             raise UsageError(f"widths {bad} are not multiples of head_width {self.head_width}")

@@ -32,7 +32,9 @@ class _Sums(dict[str, IntArray]):
         return ZERO if row is None else Affine(int(row[0]), int(row[1]))
 
 
-def measure_operators(raw: Mapping[int, RawTrace], trace: GrowingTrace, operators: set[str]) -> dict[str, OperatorCosts]:
+def measure_operators(
+    raw: Mapping[int, RawTrace], trace: GrowingTrace, operators: set[str]
+) -> dict[str, OperatorCosts]:
     """Sums every kernel into the operator that runs it: the one entered last and not yet left."""
     forward, backward, moved, temporary = _Sums(), _Sums(), _Sums(), _Sums()
     calls: dict[str, int] = {}

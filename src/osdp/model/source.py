@@ -188,9 +188,7 @@ def _hf_build(name: str, architecture: Any, config: Any) -> nn.Module:
         # A copy, because constructing a model writes into its config.
         model = architecture(copy.deepcopy(config)).train()
     except Exception as error:  # sizes that do not fit together raise many types
-        raise UsageError(
-            f"{name}: {architecture.__name__} rejects the config: {_first_line(error)}"
-        ) from error
+        raise UsageError(f"{name}: {architecture.__name__} rejects the config: {_first_line(error)}") from error
     if architecture.__name__.endswith("LMHeadModel"):
         model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, for this name
     for path, module in model.named_modules():
@@ -388,8 +386,7 @@ def _checked_batch(batch_size: int) -> int:
 def _checked_length(name: str, length: int, positions: int | None) -> int:
     if positions is not None and length > positions:
         raise UsageError(
-            f"sequence length {length} exceeds the {positions} learned positions of {name}; "
-            f"give at most {positions}"
+            f"sequence length {length} exceeds the {positions} learned positions of {name}; give at most {positions}"
         )
     return length
 

@@ -30,7 +30,11 @@ def operators_below(module: nn.Module, name: str) -> list[str]:
 def signature(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules of the same classes and parameter shapes: alike but for their values."""
     return tuple(
-        (name, type(child).__qualname__, tuple((key, tuple(p.shape)) for key, p in child._parameters.items() if p is not None))
+        (
+            name,
+            type(child).__qualname__,
+            tuple((key, tuple(p.shape)) for key, p in child._parameters.items() if p is not None),
+        )
         for name, child in module.named_modules()
     )
 
@@ -58,7 +62,9 @@ def _is_deep(container: nn.Module) -> bool:
 
 
 def _holds_deeper_list(element: nn.Module) -> bool:
-    return any(isinstance(m, (nn.ModuleList, nn.Sequential)) and _is_deep(m) for m in element.modules() if m is not element)
+    return any(
+        isinstance(m, (nn.ModuleList, nn.Sequential)) and _is_deep(m) for m in element.modules() if m is not element
+    )
 
 
 def _has_twin(element: nn.Module, container: nn.Module) -> bool:

@@ -278,7 +278,11 @@ def run_trace(
     book_saved: bool = False,
 ) -> RawTrace:
     """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed."""
-    constants = [*model.parameters(), *model.buffers(), *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))]
+    constants = [
+        *model.parameters(),
+        *model.buffers(),
+        *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
+    ]
     recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants})
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)

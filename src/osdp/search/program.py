@@ -68,11 +68,11 @@ class _GroupColumns:
 class Model:
     """Builds the program of a problem over groups, and reads choices out of its solution."""
 
-    def __init__(self, problem: Problem, groups: Sequence[Group], *, scale: float, cutoff: float | None = None) -> None:
+    def __init__(self, problem: Problem, groups: Sequence[Group], *, scale: float, minimise_peak: bool = False) -> None:
         self.problem, self.scale = problem, scale
         self.program = Program()
         self.groups = [self._columns(group) for group in groups]
-        self._limit = (problem.limit - problem.constant) / MIB
+        self._peak = self.program.column(cost=1.0) if minimise_peak else None
         self._always = self.program.column()
         self._before = [self.program.column(lower=-INFINITY) for _ in range(len(groups) + 1)]
         self._behind = [self.program.column(lower=-INFINITY) for _ in range(len(groups) + 1)]
@@ -84,8 +84,6 @@ class Model:
                 self._average_rows(position)
         self._optimizer_row()
         self._totals()
-        if cutoff is not None:
-            self.program.row(dict(enumerate(self.program.cost)), upper=cutoff * scale)
 
     # Columns and time
 
@@ -183,6 +181,13 @@ class Model:
 
     # Memory
 
+    def _within_limit(self, terms: dict[int, float]) -> None:
+        """[Constraint] these bytes fit; where the peak itself is minimised, they are no more than it."""
+        if self._peak is None:
+            self.program.row(terms, upper=(self.problem.limit - self.problem.constant) / MIB)
+        else:
+            self.program.row({**terms, self._peak: -1.0}, upper=0.0)
+
     def _levels(self) -> None:
         """[Constraint] what stages leave behind adds up: `before` going forward, `behind` going backward."""
         always: dict[int, float] = {self._always: -1.0}
@@ -234,7 +239,6 @@ class Model:
     def _row(
         self, terms: dict[int, float], columns: _GroupColumns, picked: list[int | None], position: int, backward: bool
     ) -> None:
-        upper = self._limit
         flags: dict[str, list[bool]] = {name: [] for name in ("tail", "issue", "head")}
         for shape_index, row in enumerate(picked):
             shape = columns.table.shapes[shape_index]
@@ -256,7 +260,7 @@ class Model:
             wanted.append(("head", position + 1, "reducing"))
         for flag, neighbour, name in wanted:
             self._neighbour(terms, columns, flags[flag], neighbour, name)
-        self.program.row(terms, upper=upper)
+        self._within_limit(terms)
 
     def _guests(self, shape: ShapeTable, row: int, backward: bool, terms: dict[int, float]) -> None:
         for guest in shape.guests:
@@ -304,17 +308,20 @@ class Model:
                         pair = rest + (_least_pair(chosen.option) if backward else 0)
                         _merge(terms, {chosen.count: ((need + highest) + (size - 1) * pair) / size / MIB})
                     continue
-                own = sum((np.min([_least(c.option, backward) for c in options], axis=0) for options in units), np.zeros(len(rows)))
+                own = sum(
+                    (np.min([_least(c.option, backward) for c in options], axis=0) for options in units),
+                    np.zeros(len(rows)),
+                )
                 _merge(terms, {z: ((need + _peak(rows, own)) + (size - 1) * rest) / size / MIB})
                 if backward:
                     _merge(terms, {c.count: (size - 1) * _least_pair(c.option) / size / MIB for c in flat})
-            self.program.row(terms, upper=self._limit)
+            self._within_limit(terms)
 
     def _optimizer_row(self) -> None:
         terms: dict[int, float] = {self._always: 1.0, self._behind[0]: 1.0}
         for columns in self.groups:
             _merge(terms, columns.sum_of("stepping"))
-        self.program.row(terms, upper=self._limit)
+        self._within_limit(terms)
 
     def _totals(self) -> None:
         """How many stages of a kind take an option, over all groups: redundant, but a better place to branch."""

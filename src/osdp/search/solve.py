@@ -36,10 +36,10 @@ def first_groups(problem: Problem) -> list[Group]:
         stop = first + len(list(run))
         sizes = [1] * _LAST  # from the end: ones, then twice as many each time, and the first by itself
         while sum(sizes) < stop - first - 1:
-            sizes.append(stop - first)
+            sizes.append(sizes[-1] * 2)
         at, cut = stop, []
         for size in sizes:
-            if size == 1 and at - size > first + 1:
+            if at - size > first + 1:
                 cut.append(Group(at - size, at))
                 at -= size
         cut += [Group(first + 1, at)] if at > first + 1 else []
@@ -120,14 +120,23 @@ class _Search:
         return self._judge(model, groups, answer)
 
     def _look_among_cheap(self, model: Model, groups: list[Group], relaxation: Answer) -> None:
-        """A first choice from few columns, so that the exact solve can drop most of the others."""
-        for share in (1e-4, 1e-3, 1e-2):
+        """A first choice from few columns, so that the exact solve can drop most of the others.
+
+        What exceeds the limit for the order of its stages is tried again with a limit that is lower by as much.
+        """
+        limit = self.asked.limit
+        for share in (1e-4, 1e-4, 1e-3, 1e-3, 1e-2, 1e-2, 1e-2, 1e-2):
+            if limit < self.asked.limit:
+                model = Model(replace(self.asked, limit=limit), groups, scale=self.scale)
+                relaxation = solve(model.program, relaxed=True)
+                if relaxation.status == "infeasible":
+                    return
             unused = self._dear(model, relaxation, share * relaxation.objective)
             answer = solve(model.program, unused=unused, seconds=min(1.0, self.deadline - time.monotonic()))
             if answer.values is not None:
                 self.nodes += answer.nodes
-                self._judge(model, groups, answer)
-            if self.best is not None:
+                limit -= max(self._judge(model, groups, answer).peak - self.problem.limit, 0)
+            if self.best is not None or time.monotonic() >= self.deadline:
                 return
 
     def _dear(self, model: Model, relaxation: Answer, room: float) -> np.ndarray:
@@ -148,6 +157,16 @@ class _Search:
             return Outcome(None, None, bound, self.nodes, "infeasible" if status == "optimal" else status)
         bound = self.best[1].seconds if status == "optimal" else self.bound
         return Outcome(*self.best, bound, self.nodes, status)
+
+
+def lowest_peak(problem: Problem, *, seconds: float = 5.0) -> tuple[tuple[StageChoice, ...], Verdict]:
+    """A choice that needs as little memory as any, whatever its seconds."""
+    groups = first_groups(problem)
+    model = Model(problem, groups, scale=0.0, minimise_peak=True)
+    answer = solve(model.program, seconds=seconds)
+    if answer.values is None:
+        answer = solve(model.program, seconds=60.0)
+    return arranged(problem, groups, model.read(answer))
 
 
 def _scale(problem: Problem) -> float:
