@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from osdp.baselines import baselines
 from osdp.cluster import Cluster, format_bytes, parse_bytes
 from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout
-from osdp.cost.tables import Rules, Tables
+from osdp.cost.tables import Grain, Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.errors import DoesNotFit, UsageError
@@ -27,6 +27,7 @@ from osdp.planfile import (
     Predicted,
 )
 from osdp.search.batches import Candidate, Found, largest_batch, search_batches
+from osdp.search.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,12 +123,9 @@ def plan_graph(
     """Plans a captured model: the search, its proof, and the baselines beside it."""
     report = progress or (lambda _: None)
     report(Progress("search", 0, 0, 1, 0.0))
-    tables = {
-        each: Tables(graph, cluster, replace(training, accumulation=each), rules)
-        for each in _micro(batch, global_batch, cluster)
-    }
-    candidates = [_candidate(tables[a], cluster, sizes) for a, sizes in _micro(batch, global_batch, cluster).items()]
-    candidates = [candidate for candidate in candidates if candidate is not None]
+    micro = _micro(batch, global_batch, cluster)
+    tables = {a: Tables(graph, cluster, replace(training, accumulation=a), rules) for a in micro}
+    candidates = [c for a, sizes in micro.items() for c in _candidates(tables[a], cluster, sizes)]
 
     def shown(size: int, done: int, waiting: int, each: float) -> None:
         rate = cluster.world_size / each if each > 0 else 0.0
@@ -135,10 +133,11 @@ def plan_graph(
 
     found = search_batches(candidates, seconds=search_seconds, progress=shown) if candidates else None
     if found is None:
-        raise nothing_fits(graph, cluster, training, rules, batch or _smallest(global_batch, cluster))
+        raise nothing_fits(graph, cluster, training, rules, batch or 1)
     report(Progress("baselines", found.batch, 0, 1, cluster.world_size / found.seconds_per_sample))
-    chosen = tables[found.accumulation]
-    layout, options = chosen.read(found.choice)
+    chosen = tables[found.candidate.accumulation]
+    problem = found.candidate.make(found.batch, found.batch)
+    layout, options = chosen.read(problem, found.choice)
     return Plan(
         version=PLAN_VERSION,
         model=PlanModel(graph.name, graph.num_parameters, graph.seq_len),
@@ -147,7 +146,7 @@ def plan_graph(
         reduce_dtype=training.reduce_dtype,
         optimizer=training.optimizer.name,
         batch_size=found.batch,
-        accumulation=found.accumulation,
+        accumulation=found.candidate.accumulation,
         predicted=_predicted(layout, options, found, chosen),
         certificate=_certificate(found, cluster, chosen),
         baselines=baselines(graph, cluster, training, batch=batch, global_batch=global_batch),
@@ -175,16 +174,16 @@ def _micro(batch: int | None, global_batch: int | None, cluster: Cluster) -> dic
     return {a: (each // a, each // a) for a in range(1, each + 1) if each % a == 0}
 
 
-def _smallest(global_batch: int | None, cluster: Cluster) -> int:
-    return 1
+def _candidates(tables: Tables, cluster: Cluster, sizes: tuple[int, int] | None) -> Iterator[Candidate]:
+    """One family of problems for each grain; without given sizes, up to the largest batch that may fit."""
+    for grain in tables.grains():
 
+        def make(batch: int, time_batch: int, grain: Grain = grain) -> Problem:
+            return tables.problem(batch, limit=cluster.limit_bytes, grain=grain, time_batch=time_batch)
 
-def _candidate(tables: Tables, cluster: Cluster, sizes: tuple[int, int] | None) -> Candidate | None:
-    def make(batch: int, time_batch: int) -> Any:
-        return tables.problem(batch, limit=cluster.limit_bytes, time_batch=time_batch)
-
-    low, high = sizes or (1, largest_batch(make))
-    return Candidate(make, tables.training.accumulation, low, high) if high else None
+        low, high = sizes or (1, largest_batch(make))
+        if high:
+            yield Candidate(grain, make, tables.training.accumulation, low, high)
 
 
 def _predicted(layout: Layout, options: list[Option], found: Found, tables: Tables) -> Predicted:
@@ -194,7 +193,7 @@ def _predicted(layout: Layout, options: list[Option], found: Found, tables: Tabl
     memory = cluster.device.memory_bytes if cluster.memory_bytes is None else cluster.memory_bytes
     return Predicted(
         step_seconds=time.total,
-        samples_per_second=found.batch * found.accumulation * cluster.world_size / time.total,
+        samples_per_second=found.batch * found.candidate.accumulation * cluster.world_size / time.total,
         peak_bytes=timeline.peak_bytes,
         limit_bytes=cluster.limit_bytes,
         reserve_bytes=memory - cluster.limit_bytes,
@@ -220,7 +219,7 @@ def _certificate(found: Found, cluster: Cluster, tables: Tables) -> Certificate:
         nodes=found.nodes,
         seconds=found.seconds,
         batches_searched=found.solved,
-        options=tables.problem(found.batch, limit=cluster.limit_bytes).num_options,
+        options=tables.num_options,
     )
 
 

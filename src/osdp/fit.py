@@ -19,9 +19,12 @@ _MOST_DEVICES = 64  # times the given ones: beyond that more devices are no reme
 def smallest_timeline(graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batch: int) -> Timeline:
     """The timeline of a plan that needs as little memory as any."""
     tables = Tables(graph, cluster, training, rules)
-    choice, _ = lowest_peak(tables.problem(batch, limit=cluster.limit_bytes))
-    layout, options = tables.read(choice)
-    return build_timeline(layout, options, batch, training, cluster)
+    found: list[Timeline] = []
+    for grain in tables.grains():
+        problem = tables.problem(batch, limit=cluster.limit_bytes, grain=grain)
+        choice, _ = lowest_peak(problem)
+        found.append(build_timeline(*tables.read(problem, choice), batch, training, cluster))
+    return min(found, key=lambda timeline: timeline.peak_bytes)
 
 
 def nothing_fits(graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batch: int) -> DoesNotFit:

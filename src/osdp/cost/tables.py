@@ -1,9 +1,10 @@
 """Makes the search's tables out of layouts, holds and seconds; see [Note: Problem] in osdp.search.problem.
 
 [Note: Long runs]
-Every unit chooses for itself, with one exception. In a run of more than LONG_RUN alike blocks the units of one block
-choose together: one mode for all of them, and one number of slices for all that can be split. The blocks of such a run
-still differ from each other, so any mixture over the run remains, in steps of a block instead of an operator.
+Every unit chooses for itself, with one exception: runs of more than LONG_RUN alike blocks. There one granularity, and
+one number of slices for what can be split, holds for the whole run, and the units of one block choose their mode
+together. Blocks still differ from each other in mode and recompute, so any mixture over the run remains, in steps of a
+block instead of an operator, and a person can read the plan.
 """
 
 from __future__ import annotations
@@ -116,30 +117,65 @@ class Tables:
             return [s for s in shapes if s.recompute] or shapes
         return [s for s in shapes if self.rules.recompute or not s.recompute]
 
-    def problem(self, batch: int, *, limit: int, time_batch: int | None = None) -> Problem:
-        """The tables at a batch size; with `time_batch`, the seconds are those of another one."""
+    @property
+    def num_options(self) -> int:
+        """Options of all units of all stages in all their shapes."""
+        return sum(len(unit) for made in self._stages for shape in made for unit in shape.options)
+
+    def grains(self) -> list[Grain]:
+        """The ways to gather the blocks of long runs, for the search to try; see [Note: Long runs]."""
+        found: dict[Grain, None] = {}
+        for index, made in enumerate(self._stages):
+            if self.graph.stages[index].name in self._long:
+                for shape in made:
+                    found.update(dict.fromkeys(Grain(shape.granularity, _slices(o)) for o in shape.options[0]))
+        return list(found) or [Grain(WHOLE, 1)]
+
+    def problem(
+        self, batch: int, *, limit: int, grain: Grain | None = None, time_batch: int | None = None
+    ) -> Problem:
+        """The tables at a batch size and grain; with `time_batch`, the seconds are those of another one."""
+        grain = grain or self.grains()[0]
         kinds: dict[int, tuple[int, tuple[ShapeTable, ...]]] = {}
         stages = []
         for index, made in enumerate(self._stages):
             if id(made) not in kinds:
-                kinds[id(made)] = len(kinds), tuple(shape.table(batch, time_batch or batch) for shape in made)
+                long = self.graph.stages[index].name in self._long
+                fine = [fit for shape in made if (fit := shape.of_grain(grain))] if long else made
+                chosen = fine or [fit for shape in made if (fit := shape.of_grain(Grain(WHOLE, 1)))]
+                tables = tuple(shape.table(batch, time_batch or batch) for shape in chosen)
+                kinds[id(made)] = len(kinds), tables
             number, tables = kinds[id(made)]
             stages.append(StageTable(tables, number, exposed=index == 0))
         constant = self.graph.buffer_bytes + self.graph.input_bytes.at(batch)
         return Problem(tuple(stages), constant, limit, self.cluster.overlap, self.training.accumulation)
 
-    def read(self, choice: Sequence[StageChoice]) -> tuple[Layout, list[Option]]:
+    def read(self, problem: Problem, choice: Sequence[StageChoice]) -> tuple[Layout, list[Option]]:
         """A choice as a layout and the option of each of its units."""
         shapes: list[Shape] = []
         options: list[Option] = []
-        for made, stage in zip(self._stages, choice, strict=True):
-            shape = made[stage.shape]
-            shapes.append(shape.shaped.shape)
-            for unit, (option, sharded) in zip(shape.options, stage.options, strict=True):
+        for table, stage in zip(problem.stages, choice, strict=True):
+            shape = table.shapes[stage.shape]
+            assert isinstance(shape.key, Shape)
+            shapes.append(shape.key)
+            for unit, (option, sharded) in zip(shape.units, stage.options, strict=True):
                 chosen = unit[option]
                 assert isinstance(chosen.key, tuple)
                 options += [replace(key, sharded=sharded) if chosen.slices > 1 else key for key in chosen.key]
         return self.shapes.layout(shapes), options
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How the blocks of long runs are gathered: at which granularity, split into how many slices."""
+
+    granularity: str
+    slices: int
+
+
+def _slices(option: UnitOption) -> int:
+    assert isinstance(option.key, tuple)
+    return max(key.slices for key in option.key)
 
 
 @dataclass
@@ -189,6 +225,15 @@ class _MadeShape:
             Roofline(shaped.trace.forward, tables.cluster, tables.training),
             Roofline(shaped.trace.backward, tables.cluster, tables.training),
         )
+
+    @property
+    def granularity(self) -> str:
+        return self.shaped.shape.granularity
+
+    def of_grain(self, grain: Grain) -> _MadeShape | None:
+        """This shape with the options of a grain only; None where it has none."""
+        options = tuple(o for o in self.options[0] if _slices(o) == grain.slices)
+        return replace(self, options=(options,)) if self.granularity == grain.granularity and options else None
 
     def table(self, batch: int, time_batch: int) -> ShapeTable:
         trace = self.shaped.trace

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from osdp.search.highs import INFINITY
 from osdp.search.problem import Problem, StageChoice, Verdict
@@ -23,8 +23,9 @@ MOST_SAMPLES = 1 << 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to reach a global batch: problems differ in accumulation. `low` to `high` are micro-batch sizes."""
+    """A family of problems, one for each micro-batch from `low` to `high`; `key` names it to whoever made it."""
 
+    key: object
     make: MakeProblem
     accumulation: int
     low: int
@@ -35,8 +36,8 @@ class Candidate:
 class Found:
     """The best plan over all batch sizes; `bound` is in seconds per sample of one device, like `seconds_per_sample`."""
 
+    candidate: Candidate
     batch: int
-    accumulation: int
     choice: tuple[StageChoice, ...]
     verdict: Verdict
     seconds_per_sample: float
@@ -100,24 +101,13 @@ def search_batches(
         if outcome.choice is not None and outcome.verdict is not None:
             each = outcome.verdict.seconds / samples
             if best is None or each < best.seconds_per_sample:
-                best = Found(
-                    low, candidate.accumulation, outcome.choice, outcome.verdict, each, each, 0, 0.0, 0, "optimal"
-                )
+                best = Found(candidate, low, outcome.choice, outcome.verdict, each, each, 0, 0.0, 0, "optimal")
         if progress is not None:
             progress(low, solved, len(queue), INFINITY if best is None else best.seconds_per_sample)
     if best is None:
         return None
     bound = min(unproven, best.seconds_per_sample)
     status = "optimal" if bound >= best.seconds_per_sample * (1 - 1e-9) else "time limit"
-    return Found(
-        best.batch,
-        best.accumulation,
-        best.choice,
-        best.verdict,
-        best.seconds_per_sample,
-        bound,
-        nodes,
-        time.monotonic() - began,
-        solved,
-        status,
+    return replace(
+        best, bound=bound, nodes=nodes, seconds=time.monotonic() - began, solved=solved, status=status
     )

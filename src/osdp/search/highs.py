@@ -48,7 +48,7 @@ class Program:
 class Answer:
     """What HiGHS says: `bound` is proven, `values` are None where nothing is feasible or the bound sufficed."""
 
-    status: str  # optimal, infeasible, limit
+    status: str  # optimal, infeasible, bounded, limit
     objective: float
     bound: float
     nodes: int
@@ -56,10 +56,21 @@ class Answer:
     reduced_costs: np.ndarray | None = None  # of a relaxation: what a column costs at least, once it is used
 
 
+_DECIDED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
+
+
 def solve(
-    program: Program, *, relaxed: bool = False, unused: np.ndarray | None = None, seconds: float = INFINITY
+    program: Program,
+    *,
+    relaxed: bool = False,
+    unused: np.ndarray | None = None,
+    enough: float = INFINITY,
+    seconds: float = INFINITY,
 ) -> Answer:
-    """Solves to a gap of zero; `relaxed` drops the integrality and so gives a lower bound; `unused` columns are 0."""
+    """Solves to a gap of zero; `relaxed` drops the integrality and so gives a lower bound; `unused` columns are 0.
+
+    It stops as soon as the bound reaches `enough`: then nothing below that exists, and the status is bounded.
+    """
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
@@ -69,7 +80,13 @@ def solve(
     if seconds < INFINITY:
         solver.setOptionValue("time_limit", max(seconds, 0.01))
     solver.passModel(_model(program, relaxed, unused))
+    if enough < INFINITY:
+        solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough))
     solver.run()
+    if relaxed and solver.getModelStatus() not in _DECIDED:  # presolve can leave a relaxation undecided
+        solver.setOptionValue("presolve", "off")
+        solver.clearSolver()
+        solver.run()
     status = solver.getModelStatus()
     info = solver.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
@@ -78,12 +95,19 @@ def solve(
     has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(solver.getSolution().col_value) if has_solution else None
     objective = float(info.objective_function_value) if has_solution else INFINITY
-    bound = objective if relaxed else float(info.mip_dual_bound)
+    bound = (objective if optimal else 0.0) if relaxed else float(info.mip_dual_bound)
     if not any(program.integer) and optimal:
         bound = objective
     nodes = 0 if relaxed else max(int(info.mip_node_count), 0)
+    if not relaxed and bound >= enough:
+        return Answer("bounded", objective, bound, max(int(info.mip_node_count), 0), None)
     costs = np.array(solver.getSolution().col_dual) if relaxed and optimal else None
     return Answer("optimal" if optimal else "limit", objective, bound, nodes, values, costs)
+
+
+def _stop_at(event: highspy.HighsCallbackEvent, enough: float) -> None:
+    if event.data_out.mip_dual_bound >= enough:
+        event.data_in.user_interrupt = True
 
 
 def _model(program: Program, relaxed: bool, unused: np.ndarray | None) -> highspy.HighsLp:

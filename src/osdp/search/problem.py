@@ -15,7 +15,6 @@ the larger of both where they overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,8 +103,8 @@ class Guest:
 class Rows:
     """The rows of one visit. `activations` is relative to the visit's start, which is a row too: one is not negative.
 
-    `tail` marks rows at which the next stage's gather is under way, `issue` those at which it is issued, `head` those at
-    which the last stage's reduction is.
+    `tail` marks rows at which the next stage's gather is under way, `issue` those at which it is issued, `head` those
+    at which the last stage's reduction is.
     """
 
     activations: IntArray
@@ -148,10 +147,6 @@ class Problem:
     limit: int
     overlap: bool
     accumulation: int = 1
-
-    @cached_property
-    def num_options(self) -> int:
-        return sum(len(options) for stage in self.stages for shape in stage.shapes for options in shape.units)
 
 
 @dataclass(frozen=True)

@@ -181,12 +181,12 @@ class Model:
 
     # Memory
 
-    def _within_limit(self, terms: dict[int, float]) -> None:
+    def _within_limit(self, terms: dict[int, float], more: float = 0.0) -> None:
         """[Constraint] these bytes fit; where the peak itself is minimised, they are no more than it."""
         if self._peak is None:
-            self.program.row(terms, upper=(self.problem.limit - self.problem.constant) / MIB)
+            self.program.row(terms, upper=(self.problem.limit - self.problem.constant) / MIB + more)
         else:
-            self.program.row({**terms, self._peak: -1.0}, upper=0.0)
+            self.program.row({**terms, self._peak: -1.0}, upper=more)
 
     def _levels(self) -> None:
         """[Constraint] what stages leave behind adds up: `before` going forward, `behind` going backward."""
@@ -288,34 +288,42 @@ class Model:
         """[Constraint] the stages of a group, on average, have room for what they take.
 
         Each of them must have room at its own place, hence also their average. The others of the group lie before it
-        or behind it, and hold at least the smaller of what they would hold in either place.
+        or behind it, and hold at least the smaller of what they would hold in either place; all but one of them are
+        neighbours within the group, whose gathers and reductions are seen at some rows.
         """
+        self._average(position, False, ())
+        self._average(position, False, (("tail", "ahead"),))
+        gather, reduction = ("tail", "ahead_again"), ("head", "reducing")
+        for seen in ((), (gather,), (reduction,), (gather, reduction)):
+            self._average(position, True, seen)
+
+    def _average(self, position: int, backward: bool, seen: tuple[tuple[str, str], ...]) -> None:
+        """One such row, at the rows of each stage that see the given kinds of neighbours' buffers."""
         columns, size = self.groups[position], self.groups[position].group.size
-        stages = range(columns.group.first, columns.group.stop)
-        for backward in (False, True):
-            terms: dict[int, float] = {self._always: 1.0, self._before[position]: 1.0}
+        terms: dict[int, float] = {self._always: 1.0, self._before[position]: 1.0}
+        if backward:
+            terms[self._behind[position + 1]] = 1.0
+        self._far(range(columns.group.first, columns.group.stop), backward, terms)
+        most = sum(max(_most(columns, shape, name) for shape in range(len(columns.shapes))) for _, name in seen)
+        for z, shape, units in zip(columns.shapes, columns.table.shapes, columns.units, strict=True):
+            rows = shape.backward if backward else shape.forward
+            sees = np.logical_and.reduce([getattr(rows, flag) for flag, _ in seen]) if seen else np.ones(len(rows), bool)
+            rest = min(shape.saved, shape.saved + shape.freed) if backward else 0
+            need = shape.saved if backward else 0
+            options = [chosen for unit in units for chosen in unit]
+            if len(units) == 1:  # the highest row of each option
+                for chosen in options:
+                    highest = _highest(rows, _least(chosen.option, backward), sees, most)
+                    pair = rest + (_least_pair(chosen.option) if backward else 0)
+                    _merge(terms, {chosen.count: ((need + highest) + (size - 1) * pair) / size / MIB})
+                continue
+            own = sum((np.min([_least(c.option, backward) for c in unit], axis=0) for unit in units), np.zeros(len(rows)))
+            _merge(terms, {z: ((need + _highest(rows, own, sees, most)) + (size - 1) * rest) / size / MIB})
             if backward:
-                terms[self._behind[position + 1]] = 1.0
-            self._far(stages, backward, terms)
-            for z, shape, units in zip(columns.shapes, columns.table.shapes, columns.units, strict=True):
-                rows = shape.backward if backward else shape.forward
-                rest = min(shape.saved, shape.saved + shape.freed) if backward else 0
-                need = shape.saved if backward else 0
-                flat = [chosen for options in units for chosen in options]
-                if len(units) == 1:  # the highest row of each option
-                    for chosen in flat:
-                        highest = _peak(rows, _least(chosen.option, backward))
-                        pair = rest + (_least_pair(chosen.option) if backward else 0)
-                        _merge(terms, {chosen.count: ((need + highest) + (size - 1) * pair) / size / MIB})
-                    continue
-                own = sum(
-                    (np.min([_least(c.option, backward) for c in options], axis=0) for options in units),
-                    np.zeros(len(rows)),
-                )
-                _merge(terms, {z: ((need + _peak(rows, own)) + (size - 1) * rest) / size / MIB})
-                if backward:
-                    _merge(terms, {c.count: (size - 1) * _least_pair(c.option) / size / MIB for c in flat})
-            self._within_limit(terms)
+                _merge(terms, {c.count: (size - 1) * _least_pair(c.option) / size / MIB for c in options})
+        for _, name in seen:
+            _merge(terms, columns.sum_of(name, 1.0 / size / MIB))
+        self._within_limit(terms, more=most / size / MIB)
 
     def _optimizer_row(self) -> None:
         terms: dict[int, float] = {self._always: 1.0, self._behind[0]: 1.0}
@@ -400,5 +408,9 @@ def _least(option: UnitOption, backward: bool) -> np.ndarray:
     return table[:, 0] + np.minimum(table[:, 1], table[:, 1] * option.slices)
 
 
-def _peak(rows: Rows, own: np.ndarray) -> int:
-    return int((rows.activations + own).max()) if len(rows) else 0
+def _highest(rows: Rows, own: np.ndarray, sees: np.ndarray, most: int) -> int:
+    """The highest of the rows that see the neighbours; without any, the highest of all less what it might see."""
+    if not len(rows):
+        return -most
+    levels = rows.activations + own
+    return int(levels[sees].max()) if sees.any() else int(levels.max()) - most

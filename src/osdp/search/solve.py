@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -110,9 +110,10 @@ class _Search:
         if self.to_beat < INFINITY:
             room = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
             unused = self._dear(model, relaxation, room)
-        answer = solve(model.program, unused=unused, seconds=self.deadline - time.monotonic())
+        enough = self.to_beat * self.scale * (1 - _TOLERANCE)
+        answer = solve(model.program, unused=unused, enough=enough, seconds=self.deadline - time.monotonic())
         self.nodes += answer.nodes
-        if answer.status == "infeasible":
+        if answer.status in ("infeasible", "bounded"):
             return None
         self.bound = max(self.bound, min(answer.bound / self.scale, self.to_beat))
         if answer.values is None:
@@ -141,7 +142,8 @@ class _Search:
 
     def _dear(self, model: Model, relaxation: Answer, room: float) -> np.ndarray:
         """Columns that cost more than `room` above the relaxation as soon as they are used."""
-        assert relaxation.reduced_costs is not None and relaxation.values is not None
+        if relaxation.reduced_costs is None or relaxation.values is None:
+            return np.zeros(len(model.program.cost), dtype=bool)
         dear = (relaxation.reduced_costs > room) & (relaxation.values < 0.5)
         return dear & np.array(model.program.integer)
 
@@ -216,5 +218,5 @@ def refine(groups: Sequence[Group], verdict: Verdict) -> list[Group]:
         for stage in (inside[:2] + inside[-2:]) if inside else []:
             cuts.update((stage, stage + 1))
         edges = sorted(cuts)
-        refined += [Group(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        refined += [Group(a, b) for a, b in pairwise(edges)]
     return refined
