@@ -131,9 +131,7 @@ class Tables:
                     found.update(dict.fromkeys(Grain(shape.granularity, _slices(o)) for o in shape.options[0]))
         return list(found) or [Grain(WHOLE, 1)]
 
-    def problem(
-        self, batch: int, *, limit: int, grain: Grain | None = None, time_batch: int | None = None
-    ) -> Problem:
+    def problem(self, batch: int, *, limit: int, grain: Grain | None = None, time_batch: int | None = None) -> Problem:
         """The tables at a batch size and grain; with `time_batch`, the seconds are those of another one."""
         grain = grain or self.grains()[0]
         kinds: dict[int, tuple[int, tuple[ShapeTable, ...]]] = {}

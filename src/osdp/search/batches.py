@@ -108,6 +108,4 @@ def search_batches(
         return None
     bound = min(unproven, best.seconds_per_sample)
     status = "optimal" if bound >= best.seconds_per_sample * (1 - 1e-9) else "time limit"
-    return replace(
-        best, bound=bound, nodes=nodes, seconds=time.monotonic() - began, solved=solved, status=status
-    )
+    return replace(best, bound=bound, nodes=nodes, seconds=time.monotonic() - began, solved=solved, status=status)

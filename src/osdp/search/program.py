@@ -307,7 +307,9 @@ class Model:
         most = sum(max(_most(columns, shape, name) for shape in range(len(columns.shapes))) for _, name in seen)
         for z, shape, units in zip(columns.shapes, columns.table.shapes, columns.units, strict=True):
             rows = shape.backward if backward else shape.forward
-            sees = np.logical_and.reduce([getattr(rows, flag) for flag, _ in seen]) if seen else np.ones(len(rows), bool)
+            sees = (
+                np.logical_and.reduce([getattr(rows, flag) for flag, _ in seen]) if seen else np.ones(len(rows), bool)
+            )
             rest = min(shape.saved, shape.saved + shape.freed) if backward else 0
             need = shape.saved if backward else 0
             options = [chosen for unit in units for chosen in unit]
@@ -317,7 +319,9 @@ class Model:
                     pair = rest + (_least_pair(chosen.option) if backward else 0)
                     _merge(terms, {chosen.count: ((need + highest) + (size - 1) * pair) / size / MIB})
                 continue
-            own = sum((np.min([_least(c.option, backward) for c in unit], axis=0) for unit in units), np.zeros(len(rows)))
+            own = sum(
+                (np.min([_least(c.option, backward) for c in unit], axis=0) for unit in units), np.zeros(len(rows))
+            )
             _merge(terms, {z: ((need + _highest(rows, own, sees, most)) + (size - 1) * rest) / size / MIB})
             if backward:
                 _merge(terms, {c.count: (size - 1) * _least_pair(c.option) / size / MIB for c in options})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -29,12 +29,10 @@ class Outcome:
 
 
 def first_groups(problem: Problem) -> list[Group]:
-    """One group for each run of alike stages, its ends taken one by one."""
+    """Each run of alike stages: its first by itself, then ever smaller groups towards its end, the last ones alone."""
     groups: list[Group] = []
-    first = 0
-    for _, run in groupby(problem.stages, key=lambda stage: stage.alike):
-        stop = first + len(list(run))
-        sizes = [1] * _LAST  # from the end: ones, then twice as many each time, and the first by itself
+    for first, stop in _runs(problem):
+        sizes = [1] * _LAST
         while sum(sizes) < stop - first - 1:
             sizes.append(sizes[-1] * 2)
         at, cut = stop, []
@@ -44,14 +42,30 @@ def first_groups(problem: Problem) -> list[Group]:
                 at -= size
         cut += [Group(first + 1, at)] if at > first + 1 else []
         groups += [Group(first, first + 1), *reversed(cut)]
-        first = stop
     return groups
+
+
+def coarse_groups(problem: Problem) -> list[Group]:
+    """Each run of alike stages in at most three: its first, its last, and all between."""
+    groups: list[Group] = []
+    for first, stop in _runs(problem):
+        edges = sorted({first, first + 1, max(first + 1, stop - 1), stop})
+        groups += [Group(a, b) for a, b in pairwise(edges)]
+    return groups
+
+
+def _runs(problem: Problem) -> Iterator[tuple[int, int]]:
+    first = 0
+    for _, run in groupby(problem.stages, key=lambda stage: stage.alike):
+        stop = first + len(list(run))
+        yield first, stop
+        first = stop
 
 
 def relaxed_bound(problem: Problem) -> float:
     """A lower bound on the seconds of any choice that fits; infinite where none does."""
     scale = _scale(problem)
-    answer = solve(Model(problem, first_groups(problem), scale=scale).program, relaxed=True)
+    answer = solve(Model(problem, coarse_groups(problem), scale=scale).program, relaxed=True)
     return INFINITY if answer.status == "infeasible" else answer.bound / scale
 
 
@@ -87,7 +101,7 @@ class _Search:
             if relaxation.status == "infeasible" or relaxation.bound / self.scale >= self.to_beat:
                 return self._done("optimal")
             self.bound = max(self.bound, relaxation.bound / self.scale)
-            if self.best is None:
+            if self.to_beat == INFINITY:
                 self._look_among_cheap(model, groups, relaxation)
             verdict = self._round(model, groups, relaxation)
             if verdict is None:
