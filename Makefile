@@ -27,8 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --editable '.[hf,report,dev]'
 	@touch $@
 
-demo: $(STAMP) ## plan a model of 2.5 billion parameters for 8 small devices
-	@$(BIN)/osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --memory 16GiB
+demo: $(STAMP) ## plan 2.5 billion parameters for 32 small devices, beside the usual ways
+	@$(BIN)/osdp plan gpt-48x2048 --cluster 4x8xL4 --global-batch 256
 
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -q -n $(JOBS)

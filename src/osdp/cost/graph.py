@@ -16,10 +16,10 @@ from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes
 from osdp.cost.seconds import BACKWARD, FORWARD, Collective, Roofline, unit_work
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
-from osdp.cost.units import GRANULARITIES, OPERATORS, Option, Unit
+from osdp.cost.units import Option, Unit
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
-from osdp.planfile import REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.search.problem import phase
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -28,7 +28,7 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class Node:
-    """One thing that runs. `depends` names the nodes that must be done before; `once` runs in the last micro-batch only."""
+    """One thing that runs, after the nodes that it `depends` on; with `once`, in the last micro-batch only."""
 
     id: int
     kind: str
@@ -126,6 +126,7 @@ class _Builder:
     ) -> int:
         depends = {self.last[stream]} if stream in self.last else set()
         depends |= set(more.pop("after", ()))
+        values: dict[str, Any] = {"group": None, "nbytes": 0, "flops": 0, **more}
         node = Node(
             id=len(self.nodes),
             kind=kind,
@@ -135,7 +136,7 @@ class _Builder:
             stream=stream,
             seconds=seconds,
             depends=tuple(sorted(depends)),
-            **{"group": None, "nbytes": 0, "flops": 0, **more},
+            **values,
         )
         self.nodes.append(node)
         self.last[stream] = node.id
@@ -232,7 +233,8 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
         fitting = [s for s in fitting if s.recompute == again or not stage.is_block]
         if not fitting:
             raise UsageError(
-                f"the plan's units of {stage.name} ({', '.join(sorted(mine)) or 'none'}) do not fit this model; plan again"
+                f"the plan's units of {stage.name} ({', '.join(sorted(mine)) or 'none'}) "
+                "do not fit this model; plan again"
             )
         chosen.append(fitting[0])
     layout = shapes.layout(chosen)
@@ -247,6 +249,3 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
 
 def _names(shapes: Shapes, stage: int, shape: Shape) -> set[str]:
     return {unit.name for unit in shapes.shaped(stage, shape).units}
-
-
-__all__ = ["GRANULARITIES", "OPERATORS", "REPLICATE", "Node", "StepGraph", "StepTime", "step_graph", "step_graph_of"]

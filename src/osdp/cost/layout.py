@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -118,7 +119,7 @@ class Layout:
         again: dict[int, Position] = {}
         for before, (_, i) in _pairs(reached):
             again[i] = Position(before[0].visit, before[0].slot + ISSUE)
-        for i, position in issues.items():  # a second forward gathers as the first did: the unit before issues it
+        for i in issues:  # a second forward gathers as the first did: the unit before issues it
             place = raw[i]
             second = self._second_issue(raw, entered, i)
             if second is not None and place.enter_again is not None and second < place.enter_again:
@@ -198,7 +199,7 @@ class _RawPlaces:
 
 
 def _pairs(items: list[tuple[Position, int]]) -> list[tuple[tuple[Position, int], tuple[Position, int]]]:
-    return list(zip(items, items[1:], strict=False))
+    return list(pairwise(items))
 
 
 class Shapes:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
@@ -80,7 +81,8 @@ class Tables:
                 raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
         if not set(known) & set(self.rules.modes):
             raise UsageError(
-                f"none of the modes {', '.join(self.rules.modes)} exists on {self.cluster.label}; it has {', '.join(known)}"
+                f"none of the modes {', '.join(self.rules.modes)} exists on {self.cluster.label}; "
+                f"it has {', '.join(known)}"
             )
         names = [name for stage in self.graph.stages for name in (stage.name, *stage.parts, *stage.operators)]
         for pattern, mode in (self.rules.pins or {}).items():
@@ -334,13 +336,13 @@ def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
     for option in options:
         assert isinstance(option.key, tuple)
         keys.append(replace(option.key[0], sharded=option.slices))
+    sums: dict[str, Any] = {name: amount(name) for name in _BYTES} | {name: seconds(name) for name in _SECONDS}
     return UnitOption(
         key=tuple(keys),
         forward=_at_slices(options, "forward"),
         backward=_at_slices(options, "backward"),
         reduce_once=any(option.reduce_once for option in options),
-        **{name: amount(name) for name in _BYTES},
-        **{name: seconds(name) for name in _SECONDS},
+        **sums,
     )
 
 
@@ -534,7 +536,8 @@ class _SlotGroups:
         columns += [rows for guest in guests for rows in (guest.backward if which else guest.forward)]
         features = np.concatenate([*columns, *(flag[:, None] for flag in flags)], axis=1)
         _, first, member = np.unique(features, axis=0, return_index=True, return_inverse=True)
-        return _SlotGroups(first, member.reshape(-1), *(flag[first] for flag in flags), features[first])
+        tail, issue, head = (flag[first] for flag in flags)
+        return _SlotGroups(first, member.reshape(-1), tail, issue, head, features[first])
 
     def rows(self, activations: IntArray) -> tuple[Rows, IntArray]:
         """The rows at given activations, without those that another row exceeds in everything; and which they are."""

@@ -196,32 +196,26 @@ class _Taken:
         run = _Runner(fake, self.inputs, self.loss, self.mode, _watched(fake, blocks), DTYPES[self.dtype_name])
         batch = self.batches[0]
         whole = run.plain(batch)
-        stages = self._stages(model)
+        stages = self._stages()
         peaks, ends = _levels([trace for _, trace, _ in stages], batch)
         whole_peaks = _mark_peaks(whole)
         return whole_peaks == peaks and whole.end_live == ends
 
-    def _stages(self, model: nn.Module) -> list[tuple[str | None, Trace, Trace | None]]:
+    def _stages(self) -> list[tuple[str | None, Trace, Trace | None]]:
         """Every stage of the full model: its block's name, its plain and its recomputed trace."""
-        by_block = {cut.block: (cut, again) for cut, again in zip(self.cuts, self.recomputed_cuts, strict=True)}
-        names = list(self.short.stands_for) if self.short else self.blocks
-        stages: list[tuple[str | None, Trace, Trace | None]] = []
-        done: set[str] = set()
+        names = self.short.stands_for if self.short else {block: block for block in self.blocks}
         expand: dict[str, list[str]] = {}
-        for name in names:
-            expand.setdefault(self.short.stands_for[name] if self.short else name, []).append(name)
+        for name, stand_in in names.items():
+            expand.setdefault(stand_in, []).append(name)
+        stages: list[tuple[str | None, Trace, Trace | None]] = []
         for cut, again in zip(self.cuts, self.recomputed_cuts, strict=True):
             if cut.block is None:
                 stages.append((None, build_trace(self.plain, cut, ("", "")), None))
                 continue
             for name in expand[cut.block]:
-                plain_cut, recomputed_cut = by_block[cut.block]
-                plain = build_trace(self.plain, plain_cut, (cut.block, name))
-                recomputed = (
-                    build_trace(self.recomputed, recomputed_cut, (cut.block, name)) if self.recomputed else None
-                )
-                stages.append((name, plain, recomputed))
-                done.add(name)
+                rename = cut.block, name
+                recomputed = build_trace(self.recomputed, again, rename) if self.recomputed else None
+                stages.append((name, build_trace(self.plain, cut, rename), recomputed))
         return stages
 
     def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
@@ -243,7 +237,7 @@ class _Taken:
             compute_dtype=self.dtype_name,
             parameters=parameters,
             operators=operators,
-            stages=_numbered(self._stages(model), modules, operators),
+            stages=_numbered(self._stages(), modules, operators),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=Affine(first - slope * self.batches[0], slope),
             batches=self.batches,

@@ -118,7 +118,9 @@ def load_model(spec: str, *, seq_len: int | None = None) -> ModelSource:
 def _from_gpt(preset: Preset, seq_len: int | None) -> ModelSource:
     from osdp.model.gpt import GPT, GPTConfig
 
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in preset.config.items()}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in preset.config.items()
+    }
     config = GPTConfig(**fields)
     length = _checked_length(preset.name, seq_len or preset.seq_len or config.positions, config.positions)
 
@@ -212,6 +214,7 @@ def _hf_config_and_class(name: str, fields: Mapping[str, Any]) -> tuple[Any, Any
         raise UsageError(f"{name}: transformers rejects the config: {_first_line(error)}") from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    architecture: Any
     named = (config.architectures or [None])[0]
     if named is None:
         architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

@@ -84,7 +84,7 @@ def _recorded_step(
     recorder.hold([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
     trace = recorder.trace
     with recorder, recorder.following_resizes():
-        for micro in range(plan.accumulation):
+        for _ in range(plan.accumulation):
             hooks = Hooks(recorder, watched)
             scalar = loss(model(*args, **kwargs))
             trace.backward_mark = len(trace.marks)

@@ -106,7 +106,7 @@ def solve(
 
 
 def _stop_at(event: highspy.HighsCallbackEvent, enough: float) -> None:
-    if event.data_out.mip_dual_bound >= enough:
+    if event.data_in is not None and event.data_out.mip_dual_bound >= enough:
         event.data_in.user_interrupt = True
 
 
