@@ -18,7 +18,7 @@ from time import perf_counter
 from common import Row, deliver, met, parser
 
 GIB = 1 << 30
-OSDP = (sys.executable, "-m", "osdp")
+OSDP = (str(Path(sys.executable).parent / "osdp"),)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class Measured:
 
 
 def measure(command: tuple[str, ...]) -> Measured:
-    """Runs a command; its memory is the highest that the kernel saw of that one process."""
+    """Runs a command. Its memory is the highest that the kernel saw of that process; a child starts with its parent's,
+    so this script imports little.
+    """
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder) / "stdout"
         with printed.open("w") as file:

@@ -1,4 +1,4 @@
-"""What the planning benchmarks share: rows with a target, a table of them, and a captured model."""
+"""What the planning benchmarks share: rows with a target, a table of them, and a clock. It imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from typing import Any, TypeVar
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-from osdp.cost.training import Training
-from osdp.model.capture import capture
-from osdp.model.graph import ModelGraph
-from osdp.model.source import load_model
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -42,18 +37,6 @@ def timed(run: Callable[[], T], *, times: int = 1) -> tuple[T, float]:
         result = run()
         best = min(best, perf_counter() - began)
     return result, best
-
-
-def captured(name: str, training: Training) -> ModelGraph:
-    source = load_model(name)
-    return capture(
-        source.build_on_meta(),
-        source.inputs,
-        loss=source.loss,
-        name=name,
-        compute_dtype=training.precision.compute_dtype,
-        seq_len=source.seq_len,
-    )
 
 
 def _text(value: object) -> str:

@@ -43,6 +43,8 @@ _HF: dict[str, dict[str, Any]] = {
         "num_heads": 4,
         "vocab_size": 96,
         "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
         "n_positions": 64,
     },
     "vit": {

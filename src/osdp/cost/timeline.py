@@ -30,6 +30,8 @@ class Moment:
         return sum(self.parts.values())
 
     def __str__(self) -> str:
+        if not self.at and self.stage in ("start", "end"):
+            return f"the {self.stage} of the model in {self.phase}"
         return f"{self.at or self.stage} in {self.phase}"
 
 
@@ -54,7 +56,7 @@ class Timeline:
         stages = len(self.layout.shaped)
         parts = {name: int(self.parts[row, column]) for row, name in enumerate(PARTS)}
         if visit == 2 * stages:
-            return Moment("optimizer", "the optimizer step", "", parts)
+            return Moment("the update", "the optimizer step", "", parts)
         backward = visit >= stages
         shaped = self.layout.shaped[2 * stages - 1 - visit if backward else visit]
         stretches = shaped.trace.backward if backward else shaped.trace.forward

@@ -214,10 +214,9 @@ def _hf_config_and_class(name: str, fields: Mapping[str, Any]) -> tuple[Any, Any
         raise UsageError(f"{name}: transformers rejects the config: {_first_line(error)}") from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    architecture: Any
     named = (config.architectures or [None])[0]
     if named is None:
-        architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        architecture: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         named = f"causal language model of type {config.model_type}"
     else:
         architecture = getattr(transformers, named, None)
