@@ -1,0 +1,149 @@
+"""osdp's search against the paper's released way of searching, on the same cost tables and the same choices.
+
+The released way is a table over whole megabytes in Python (see `table_search`). It needs one time and one number of
+megabytes for each option of each layer. Both come from osdp's tables: the layer's seconds with communication added
+(overlap is off for both), and always held + held between the passes + saved activations. What a layer needs beyond
+that while it runs is taken off the limit once, at the largest of any layer. Both search one batch size; whatever the
+table chooses is judged by osdp's `evaluate`, which walks through all rows of the step.
+
+Target: at least 500 times faster than the released way, at an equal or better objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from captured import captured
+from common import Row, deliver, met, parser, timed
+from table_search import Item, by_option, lean
+
+from osdp.cluster import Cluster
+from osdp.cost.tables import Rules, Tables
+from osdp.cost.training import Training
+from osdp.cost.units import WHOLE
+from osdp.model.graph import ModelGraph
+from osdp.planfile import FREE, REPLICATE
+from osdp.search.batches import Candidate, Found, largest_batch, search_batches
+from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption, evaluate
+from osdp.search.solve import solve_exactly
+
+MIB = 1 << 20
+TARGET = 500.0
+MODELS = ("gpt-48x2048", "gpt-96x1024")
+RULES = {
+    "replicate, free": Rules(modes=(REPLICATE, FREE), split=False, recompute=False, granularities=(WHOLE,)),
+    "replicate, free; recompute": Rules(modes=(REPLICATE, FREE), split=False, granularities=(WHOLE,)),
+}
+SEARCHES = {"as released": by_option, "one cell a megabyte": lean}
+
+
+def choices_of(stage: StageTable) -> list[StageChoice]:
+    return [
+        StageChoice(number, options)
+        for number, shape in enumerate(stage.shapes)
+        for options in product(*([(o, 1) for o in range(len(unit))] for unit in shape.units))
+    ]
+
+
+def taken(stage: StageTable, choice: StageChoice) -> list[UnitOption]:
+    return [unit[o] for unit, (o, _) in zip(stage.shapes[choice.shape].units, choice.options, strict=True)]
+
+
+def seconds_of(stage: StageTable, choice: StageChoice) -> float:
+    shape = stage.shapes[choice.shape]
+    names = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
+    moved = sum(getattr(option, name).at(1) for option in taken(stage, choice) for name in names)
+    return shape.forward_seconds + shape.backward_seconds + moved
+
+
+def bytes_of(stage: StageTable, choice: StageChoice) -> int:
+    held = sum(option.always.at(1) + option.between.at(1) for option in taken(stage, choice))
+    return held + stage.shapes[choice.shape].saved
+
+
+def working_set(stage: StageTable, choice: StageChoice) -> int:
+    """The most that a layer needs in backward beyond what it holds anyway, its own buffers included."""
+    shape, options = stage.shapes[choice.shape], taken(stage, choice)
+    rows = shape.backward.activations + np.sum([option.backward @ np.array([1, 1]) for option in options], axis=0)
+    return int(rows.max())
+
+
+def as_items(problem: Problem) -> tuple[list[Item], int]:
+    """The layers of a problem as the table search knows them, and the megabytes for them."""
+    items: list[Item] = []
+    largest = 0
+    for stage in problem.stages:
+        choices = choices_of(stage)
+        items.append([(seconds_of(stage, c), -(-bytes_of(stage, c) // MIB)) for c in choices])
+        largest = max(largest, *(working_set(stage, c) for c in choices))
+    return items, (problem.limit - problem.constant - largest) // MIB
+
+
+def table_choice(
+    problem: Problem, search: Callable[[list[Item], int], list[int] | None]
+) -> tuple[StageChoice, ...] | None:
+    items, megabytes = as_items(problem)
+    chosen = search(items, megabytes) if megabytes >= 0 else None
+    if chosen is None:
+        return None
+    return tuple(choices_of(stage)[option] for stage, option in zip(problem.stages, chosen, strict=True))
+
+
+def rows_of(graph: ModelGraph, cluster: Cluster, options: str) -> list[Row]:
+    """The batch size is the best one of this space; each search then gets that one problem."""
+    tables = Tables(graph, cluster, Training.of("bf16", "adamw", None), RULES[options])
+
+    def make(batch: int, time_batch: int) -> Problem:
+        return tables.problem(batch, limit=cluster.limit_bytes, time_batch=time_batch)
+
+    def everything() -> Found | None:
+        return search_batches([Candidate(WHOLE, make, 1, 1, largest_batch(make))], seconds=60.0)
+
+    found, every = timed(everything)
+    if found is None:
+        raise SystemExit(f"{graph.name} does not fit {cluster.label}")
+    problem = make(found.batch, found.batch)
+    outcome, exact = timed(lambda: solve_exactly(problem), times=3)
+    assert outcome.verdict is not None
+    rows = []
+    for name, search in SEARCHES.items():
+        choice, seconds = timed(lambda search=search: table_choice(problem, search), times=1 if search is by_option else 2)
+        verdict = None if choice is None else evaluate(problem, choice)
+        fits = verdict is not None and verdict.peak <= problem.limit
+        objective = verdict.seconds / outcome.verdict.seconds if verdict is not None else None
+        rows.append(
+            {
+                "model": graph.name,
+                "options": options,
+                "batch": found.batch,
+                "table": name,
+                "table s": seconds,
+                "osdp s": exact,
+                "osdp, all batches s": every,
+                "osdp": outcome.status,
+                "its choice fits": fits,
+                "its step / osdp's": objective,
+                "times faster": seconds / exact,
+                "target": met(seconds / exact, TARGET, least=True),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    given = parser(__doc__).parse_args()
+    cluster = replace(Cluster.parse("8xRTX-TITAN"), overlap=False)
+    rows: list[Row] = []
+    for model in MODELS:
+        graph = captured(model, Training.of("bf16", "adamw", None))
+        for options in RULES:
+            rows += rows_of(graph, cluster, options)
+    title = f"One batch size, {cluster.label}, overlap off; target: {TARGET:.0f} times faster"
+    deliver({title: rows}, as_json=given.json)
+
+
+if __name__ == "__main__":
+    main()
