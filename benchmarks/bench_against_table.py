@@ -28,16 +28,16 @@ from osdp.model.graph import ModelGraph
 from osdp.planfile import FREE, REPLICATE
 from osdp.search.batches import Candidate, Found, largest_batch, search_batches
 from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption, evaluate
-from osdp.search.solve import solve_exactly
+from osdp.search.solve import Outcome, solve_exactly
 
 MIB = 1 << 20
 TARGET = 500.0
 MODELS = ("gpt-48x2048", "gpt-96x1024")
 RULES = {
-    "replicate, free": Rules(modes=(REPLICATE, FREE), split=False, recompute=False, granularities=(WHOLE,)),
-    "replicate, free; recompute": Rules(modes=(REPLICATE, FREE), split=False, granularities=(WHOLE,)),
+    "2: replicate, free": Rules(modes=(REPLICATE, FREE), split=False, recompute=False, granularities=(WHOLE,)),
+    "4: with recompute": Rules(modes=(REPLICATE, FREE), split=False, granularities=(WHOLE,)),
 }
-SEARCHES = {"as released": by_option, "one cell a megabyte": lean}
+SEARCHES = {"as released": by_option, "lean": lean}
 
 
 def choices_of(stage: StageTable) -> list[StageChoice]:
@@ -93,7 +93,7 @@ def table_choice(
 
 
 def rows_of(graph: ModelGraph, cluster: Cluster, options: str) -> list[Row]:
-    """The batch size is the best one of this space; each search then gets that one problem."""
+    """Two batch sizes: the best one of this space, and half of it, where more layers can be replicated."""
     tables = Tables(graph, cluster, Training.of("bf16", "adamw", None), RULES[options])
 
     def make(batch: int, time_batch: int) -> Problem:
@@ -105,32 +105,29 @@ def rows_of(graph: ModelGraph, cluster: Cluster, options: str) -> list[Row]:
     found, every = timed(everything)
     if found is None:
         raise SystemExit(f"{graph.name} does not fit {cluster.label}")
-    problem = make(found.batch, found.batch)
-    outcome, exact = timed(lambda: solve_exactly(problem), times=3)
-    assert outcome.verdict is not None
     rows = []
-    for name, search in SEARCHES.items():
-        choice, seconds = timed(lambda search=search: table_choice(problem, search), times=1 if search is by_option else 2)
-        verdict = None if choice is None else evaluate(problem, choice)
-        fits = verdict is not None and verdict.peak <= problem.limit
-        objective = verdict.seconds / outcome.verdict.seconds if verdict is not None else None
-        rows.append(
-            {
-                "model": graph.name,
-                "options": options,
-                "batch": found.batch,
-                "table": name,
-                "table s": seconds,
-                "osdp s": exact,
-                "osdp, all batches s": every,
-                "osdp": outcome.status,
-                "its choice fits": fits,
-                "its step / osdp's": objective,
-                "times faster": seconds / exact,
-                "target": met(seconds / exact, TARGET, least=True),
-            }
-        )
+    for batch in sorted({max(1, found.batch // 2), found.batch}):
+        problem = make(batch, batch)
+        outcome, exact = timed(lambda problem=problem: solve_exactly(problem), times=3)
+        shared = {"model": graph.name, "options": options, "batch": batch, "all batches, osdp s": every}
+        rows += [{**shared, **compared(problem, outcome, exact, name)} for name in SEARCHES]
     return rows
+
+
+def compared(problem: Problem, outcome: Outcome, exact: float, name: str) -> Row:
+    choice, seconds = timed(lambda: table_choice(problem, SEARCHES[name]))
+    verdict = None if choice is None else evaluate(problem, choice)
+    assert outcome.verdict is not None
+    return {
+        "osdp s": exact,
+        "osdp": outcome.status,
+        "table": name,
+        "table s": seconds,
+        "its choice": "none" if verdict is None else "fits" if verdict.peak <= problem.limit else "exceeds memory",
+        "its step/osdp's": None if verdict is None else f"{verdict.seconds / outcome.verdict.seconds:.5f}",
+        "times faster": seconds / exact,
+        "target": met(seconds / exact, TARGET, least=True),
+    }
 
 
 def main() -> None:

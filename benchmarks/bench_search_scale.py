@@ -1,15 +1,17 @@
 """How the search's time grows: with distinct layers, with options of a layer, and with devices.
 
-Layers and options: one batch size, solved by `solve_exactly`. Each layer is a real block's table (a block of
-`gpt-48x2048` as osdp.cost.tables makes it), scaled by sizes drawn with a fixed seed, so that no two layers are alike
-and nothing can be grouped. The limit lies between the smallest peak of the uniform choices and the peak of the fastest
-choice. Devices: `gpt-48x2048` captured once, planned over all batch sizes. Target: each within a minute.
+Layers and options: one batch size, by `solve_exactly`. Each layer is a real block's table (a block of `gpt-48x2048` as
+osdp.cost.tables makes it), scaled by sizes drawn with a fixed seed, so that no two layers are alike and nothing can be
+grouped. The limit lies between the smallest peak of the uniform choices and the peak of the fastest choice. Planning
+also looks for the best batch size: that is a table of its own. Devices: `gpt-48x2048` captured once, planned over all
+batch sizes. Target: each within a minute.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 from itertools import product
+from time import perf_counter
 
 import numpy as np
 from captured import captured
@@ -21,6 +23,7 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
 from osdp.planfile import FREE, KEEP, MODES, REPLICATE
+from osdp.search.batches import Candidate, largest_batch, search_batches
 from osdp.search.problem import (
     Amount,
     Problem,
@@ -36,8 +39,10 @@ from osdp.search.solve import solve_exactly
 
 MODEL = "gpt-48x2048"
 LAYERS = (12, 48, 96, 250, 500, 1000)
+LAYERS_ALL_BATCHES = (48, 250, 1000)
 NODES = (1, 2, 8, 32, 128, 512, 2048)
 TARGET_SECONDS = 60.0
+BATCH = 4
 LIMIT_SHARE = 0.6  # of the way from the smallest peak to the fastest choice's
 ALIGNMENT = 512
 OPTIONS: dict[str, tuple[str, Rules]] = {
@@ -46,7 +51,7 @@ OPTIONS: dict[str, tuple[str, Rules]] = {
     "replicate, keep, free; recompute": ("8xA100-80GB", Rules(modes=(REPLICATE, KEEP, FREE), split=False)),
     "all six modes; recompute": ("4x8xA100-80GB", Rules(modes=MODES, split=False)),
 }
-DEFAULT = "replicate, keep, free; recompute"
+THREE, SIX = list(OPTIONS)[2:]
 
 
 class Scaled:
@@ -92,21 +97,31 @@ class Scaled:
         )
 
 
-def distinct_layers(graph: ModelGraph, layers: int, options: str, *, seed: int = 0) -> Problem:
-    """So many layers, no two alike, under a limit that binds."""
-    word, rules = OPTIONS[options]
-    tables = Tables(graph, Cluster.parse(word), Training.of("bf16", "adamw", None), rules)
-    real = tables.problem(4, limit=0)
-    block = real.stages[len(real.stages) // 2]
-    random = np.random.default_rng(seed)
-    stages = []
-    for index in range(layers):
-        scaled = Scaled(random)
-        stages.append(StageTable(tuple(scaled.shape(shape) for shape in block.shapes), index, exposed=index == 0))
-    problem = Problem(tuple(stages), real.constant, 0, overlap=True)
-    low = min(evaluate(problem, (choice,) * layers).peak for choice in _choices(block))
-    high = evaluate(problem, tuple(_fastest(stage) for stage in problem.stages)).peak
-    return replace(problem, limit=int(low + LIMIT_SHARE * (high - low)))
+class DistinctLayers:
+    """So many layers, no two alike, at every batch size, under one limit that binds at BATCH."""
+
+    def __init__(self, graph: ModelGraph, layers: int, options: str) -> None:
+        word, rules = OPTIONS[options]
+        self.tables = Tables(graph, Cluster.parse(word), Training.of("bf16", "adamw", None), rules)
+        random = np.random.default_rng(0)
+        self.sizes = [Scaled(random) for _ in range(layers)]
+        self.limit, self.made_seconds = 0, 0.0
+        problem = self.problem(BATCH, BATCH)
+        block = problem.stages[0]
+        low = min(evaluate(problem, (choice,) * layers).peak for choice in _choices(block))
+        high = evaluate(problem, tuple(_fastest(stage) for stage in problem.stages)).peak
+        self.limit = int(low + LIMIT_SHARE * (high - low))
+
+    def problem(self, batch: int, time_batch: int) -> Problem:
+        began = perf_counter()
+        real = self.tables.problem(batch, limit=self.limit, time_batch=time_batch)
+        block = real.stages[len(real.stages) // 2]
+        stages = [
+            StageTable(tuple(size.shape(shape) for shape in block.shapes), index, exposed=index == 0)
+            for index, size in enumerate(self.sizes)
+        ]
+        self.made_seconds += perf_counter() - began
+        return Problem(tuple(stages), real.constant, self.limit, overlap=True)
 
 
 def _choices(stage: StageTable) -> list[StageChoice]:
@@ -123,7 +138,7 @@ def _fastest(stage: StageTable) -> StageChoice:
 
 
 def solved(graph: ModelGraph, layers: int, options: str) -> Row:
-    problem, making = timed(lambda: distinct_layers(graph, layers, options))
+    problem = DistinctLayers(graph, layers, options).problem(BATCH, BATCH)
     outcome, seconds = timed(lambda: solve_exactly(problem, seconds=TARGET_SECONDS))
     gap = None
     if outcome.verdict is not None:
@@ -132,13 +147,35 @@ def solved(graph: ModelGraph, layers: int, options: str) -> Row:
         "layers": layers,
         "options": options,
         "a layer": len(_choices(problem.stages[0])),
-        "tables s": making,
         "search s": seconds,
         "status": outcome.status,
         "gap %": None if gap is None else 100 * gap,
         "nodes": outcome.nodes,
         "at most s": TARGET_SECONDS,
         "target": "missed" if outcome.status == "limit" else met(seconds, TARGET_SECONDS),
+    }
+
+
+def solved_for_all_batches(graph: ModelGraph, layers: int, options: str) -> Row:
+    """As planning does: the largest batch size, then branch and bound over them. Making the tables is not counted."""
+    made = DistinctLayers(graph, layers, options)
+    made.made_seconds = 0.0
+    largest, bounding = timed(lambda: largest_batch(made.problem))
+    bounding -= made.made_seconds
+    made.made_seconds = 0.0
+    candidate = Candidate(options, made.problem, 1, 1, largest)
+    found, searching = timed(lambda: search_batches([candidate], seconds=TARGET_SECONDS))
+    searching -= made.made_seconds
+    return {
+        "layers": layers,
+        "options": options,
+        "largest batch": largest,
+        "to find it s": bounding,
+        "search s": searching,
+        "status": "infeasible" if found is None else found.status,
+        "gap %": None if found is None else 100 * max(0.0, 1 - found.bound / found.seconds_per_sample),
+        "at most s": TARGET_SECONDS,
+        "target": met(bounding + searching, TARGET_SECONDS),
     }
 
 
@@ -162,12 +199,17 @@ def planned(graph: ModelGraph, nodes: int) -> Row:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--only", choices=("layers", "options", "devices"), help="one of the three")
+    arguments.add_argument("--only", choices=("layers", "batches", "options", "devices"), help="one of these")
     given = arguments.parse_args()
     graph = captured(MODEL, Training.of("bf16", "adamw", None))
     tables: dict[str, list[Row]] = {}
     if given.only in (None, "layers"):
-        tables["Distinct layers"] = [solved(graph, layers, DEFAULT) for layers in LAYERS]
+        tables[f"Distinct layers, one batch size of {BATCH}"] = [
+            solved(graph, layers, options) for options in (THREE, SIX) for layers in LAYERS
+        ]
+    if given.only in (None, "batches"):
+        title = "Distinct layers, all batch sizes"
+        tables[title] = [solved_for_all_batches(graph, layers, THREE) for layers in LAYERS_ALL_BATCHES]
     if given.only in (None, "options"):
         tables["Options, 96 distinct layers"] = [solved(graph, 96, options) for options in OPTIONS]
     if given.only in (None, "devices"):

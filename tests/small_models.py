@@ -110,7 +110,7 @@ def source(name: str) -> ModelSource:
         "gpt-uneven": gpt(vocab=97, tied=True),  # neither 97 nor 32 divides by 3
         "gpt-pyramid": gpt(layers=(2, 2), widths=(16, 32), tied=False),
     }
-    return ours[name] if name in ours else load_model(name)
+    return ours[name] if name in ours else load_model(name.removesuffix("-preset"))
 
 
 @cache

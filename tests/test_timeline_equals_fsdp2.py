@@ -247,7 +247,7 @@ MODEL_CASES = [
     Case((FREE, KEEP, REPLICATE), model="gpt2"),
     Case((FREE, KEEP), model="gpt2", granularity=OPERATORS),
     Case((FREE, KEEP, REPLICATE), model="vit"),
-    Case((FREE,), model="vit", recompute=ALL),
+    Case((FREE, KEEP, REPLICATE), model="vit", precision="fp32", recompute=ALL),
     Case((FREE, KEEP, REPLICATE), model="t5"),
     Case((FREE, KEEP), model="gpt-pyramid"),
 ]

@@ -163,7 +163,9 @@ def _mirror(marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], t
     for index in range(turn, end):
         mark = marks[index]
         if mark.kind == "enter" and not mark.again:
-            starts.setdefault(mark.name, index)
+            # a block whose output is its child's is reached through the child: its backward begins there
+            for name in (mark.name, *_ancestors(mark.name)):
+                starts.setdefault(name, index)
         elif mark.kind == "leave" and not mark.again:
             leaves.setdefault(mark.name, index)
     cuts: list[Cut] = []
@@ -184,6 +186,11 @@ def _mirror(marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], t
         cuts.append(Cut(block, (start, stop), (at, close)))
         at = close
     return cuts[::-1]
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
 
 
 def build_trace(trace: GrowingTrace, cut: Cut, rename: tuple[str, str]) -> Trace:

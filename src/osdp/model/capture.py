@@ -324,8 +324,6 @@ def _mark_peaks(raw: RawTrace) -> list[int]:
         stop = len(raw.live) if last else raw.mark_kernel[index + 1]
         end = raw.end_live if last else raw.mark_live[index + 1]
         peaks.append(max(raw.mark_live[index], end, *raw.live[start:stop], 0))
-    first = raw.mark_kernel[0]
-    peaks[0] = max([peaks[0], *raw.live[:first]])
     return peaks
 
 

@@ -188,6 +188,27 @@ class ModelGraph:
         return freed, _flops(stage.recomputed.backward) - _flops(stage.plain.backward)
 
 
+    def beside_operators(self, stage: Stage) -> BesideOperators:
+        """What a stage's kernels outside operators cost: attention scores, activations, residuals, the loss."""
+        operators = [self.operators[name] for name in stage.operators]
+        passes = (*stage.plain.forward, *stage.plain.backward)
+        moved = sum((stretch.moved.sum(axis=0) for stretch in passes), np.zeros(2, dtype=np.int64))
+        return BesideOperators(
+            forward_flops=_flops(stage.plain.forward) - sum((op.forward_flops for op in operators), ZERO),
+            backward_flops=_flops(stage.plain.backward) - sum((op.backward_flops for op in operators), ZERO),
+            moved_bytes=Affine(int(moved[0]), int(moved[1])) - sum((op.moved_bytes for op in operators), ZERO),
+            saved_bytes=stage.plain.forward_delta - sum((op.saved_bytes for op in operators), ZERO),
+        )
+
+
+@dataclass(frozen=True)
+class BesideOperators:
+    forward_flops: Affine
+    backward_flops: Affine
+    moved_bytes: Affine
+    saved_bytes: Affine
+
+
 def _flops(stretches: tuple[Stretch, ...]) -> Affine:
     total = sum((stretch.flops.sum(axis=0) for stretch in stretches), np.zeros(2, dtype=np.int64))
     return Affine(int(total[0]), int(total[1]))

@@ -48,8 +48,9 @@ def _blocks(module: nn.Module, name: str) -> Iterator[str]:
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_deep(child):
+            pyramid = not any(_has_twin(element, child) for element in child.children())
             for key, element in child.named_children():
-                if _holds_deeper_list(element) and not _has_twin(element, child):
+                if pyramid and _holds_deeper_list(element):
                     yield from _blocks(element, f"{full}.{key}")
                 elif any(True for _ in element.parameters()):
                     yield f"{full}.{key}"

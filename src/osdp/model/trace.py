@@ -291,6 +291,7 @@ def run_trace(
         module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     try:
         with recorder, hooks.saving() if book_saved else _nothing():
+            recorder.mark("begin", "")
             output = model(*args, **kwargs)
             scalar = loss(output) if loss is not None else output
             del output

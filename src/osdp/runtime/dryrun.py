@@ -86,6 +86,7 @@ def _recorded_step(
     with recorder, recorder.following_resizes():
         for _ in range(plan.accumulation):
             hooks = Hooks(recorder, watched)
+            recorder.mark("begin", "")
             scalar = loss(model(*args, **kwargs))
             trace.backward_mark = len(trace.marks)
             recorder.mark("turn", "")

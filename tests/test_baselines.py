@@ -1,0 +1,97 @@
+"""Claim: a baseline is one way for all units, at its own best batch size, priced by the same cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from small_models import captured
+
+from osdp.baselines import WAYS, baselines
+from osdp.cluster import Cluster, parse_bytes
+from osdp.cost.graph import StepGraph, step_graph
+from osdp.cost.layout import Shape, Shapes
+from osdp.cost.training import Training
+from osdp.cost.units import OPERATORS, WHOLE, Option
+from osdp.planfile import Baseline
+
+MODES = dict(WAYS)
+
+
+def machines(word: str, memory: str) -> Cluster:
+    return replace(Cluster.parse(word), memory_bytes=parse_bytes(memory))
+
+
+def found(cluster: Cluster, **changes: int) -> tuple[Baseline, ...]:
+    return baselines(captured("gpt"), cluster, Training.of(), **changes)
+
+
+def priced(baseline: Baseline, cluster: Cluster, batch: int, accumulation: int = 1) -> StepGraph:
+    """The step of a baseline without tables and search: every block one unit, every unit in the one mode."""
+    graph = captured("gpt")
+    shapes = [Shape(WHOLE, baseline.recompute) if stage.is_block else Shape(OPERATORS) for stage in graph.stages]
+    layout = Shapes(graph).layout(shapes)
+    options = [Option(MODES[baseline.name], reduce_once=accumulation > 1)] * len(layout.units)
+    return step_graph(layout, options, batch, replace(Training.of(), accumulation=accumulation), cluster)
+
+
+@pytest.mark.parametrize(("word", "memory"), [("4xCPU", "3MiB"), ("2x2xA100-40GB", "4MiB")])
+def test_cost_and_largest_batch(word: str, memory: str) -> None:
+    cluster = machines(word, memory)
+    for baseline in found(cluster):
+        assert baseline.feasible, baseline.name
+        step = priced(baseline, cluster, baseline.batch_size)
+        assert baseline.peak_bytes == step.timeline().peak_bytes <= cluster.limit_bytes
+        assert baseline.step_seconds == pytest.approx(step.time().total, rel=1e-9)
+        rate = baseline.batch_size * cluster.world_size / step.time().total
+        assert baseline.samples_per_second == pytest.approx(rate, rel=1e-9)
+        larger = priced(baseline, cluster, baseline.batch_size + 1)
+        assert larger.timeline().peak_bytes > cluster.limit_bytes
+
+
+def test_what_does_not_fit_is_flagged() -> None:
+    cluster = machines("8xCPU", "500KiB")
+    by_name = {(b.name, b.recompute): b for b in found(cluster)}
+    for again in (False, True):
+        replicated = by_name["DDP", again]
+        assert not replicated.feasible
+        assert (replicated.batch_size, replicated.accumulation) == (0, 0)
+        assert (replicated.samples_per_second, replicated.step_seconds) == (0.0, 0.0)
+        assert replicated.peak_bytes == priced(replicated, cluster, 1).timeline().peak_bytes > cluster.limit_bytes
+    assert by_name["FSDP", True].feasible
+
+
+def test_ways_that_differ_on_the_cluster() -> None:
+    def names(word: str) -> list[str]:
+        return [b.name for b in found(machines(word, "64MiB"), batch=2)]
+
+    assert names("1xCPU") == ["DDP"] * 2
+    assert names("4xCPU") == ["DDP"] * 2 + ["ZeRO-2"] * 2 + ["FSDP"] * 2
+    assert names("2x2xCPU") == names("4xCPU") + ["HSDP"] * 2
+
+
+def test_a_fixed_batch_is_kept() -> None:
+    for baseline in found(machines("2x2xCPU", "64MiB"), batch=5):
+        assert (baseline.feasible, baseline.batch_size, baseline.accumulation) == (True, 5, 1)
+
+
+def test_a_global_batch_is_divided_in_the_best_way() -> None:
+    cluster = machines("4xCPU", "3MiB")
+    for baseline in found(cluster, global_batch=4 * 60):
+        assert baseline.feasible
+        assert baseline.batch_size * baseline.accumulation == 60
+        rates = []
+        for micro in (a for a in range(1, 61) if 60 % a == 0):
+            step = priced(baseline, cluster, 60 // micro, micro)
+            if step.timeline().peak_bytes <= cluster.limit_bytes:
+                rates.append(60 * cluster.world_size / step.time().total)
+        assert baseline.samples_per_second == pytest.approx(max(rates), rel=1e-9)
+
+
+def test_recompute_trades_speed_for_room() -> None:
+    cluster = machines("4xCPU", "3MiB")
+    plain, again = (b for b in found(cluster) if b.name == "FSDP")
+    assert again.batch_size > plain.batch_size
+    at_once = {b.recompute: b for b in found(cluster, batch=1) if b.name == "FSDP"}
+    assert at_once[True].step_seconds > at_once[False].step_seconds
+    assert at_once[True].peak_bytes < at_once[False].peak_bytes

@@ -1,0 +1,214 @@
+"""Claims: the step graph has the collectives that each mode means, of the right bytes, and its seconds add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from small_models import captured
+
+from osdp.api import plan_graph, resolve
+from osdp.cluster import Cluster
+from osdp.cost.graph import COMMUNICATION, COMPUTE, Node, StepGraph, step_graph, step_graph_of
+from osdp.cost.layout import Shape, Shapes
+from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, REDUCE_SCATTER
+from osdp.cost.tables import Rules
+from osdp.cost.training import Training
+from osdp.cost.units import OPERATORS, WHOLE, Option
+from osdp.errors import UsageError
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
+
+BATCH = 2
+CLUSTER = "2x2xA100-40GB"
+COMPUTE_BYTES, REDUCE_BYTES = 2, 4  # bf16 on the wire, gradients in fp32
+
+
+def built(
+    *modes: str,
+    cluster: str = CLUSTER,
+    model: str = "gpt",
+    granularity: str = WHOLE,
+    recompute: bool = False,
+    accumulation: int = 1,
+    once: bool = False,
+) -> StepGraph:
+    graph = captured(model)
+    shapes = Shapes(graph)
+    chosen = [Shape(granularity if s.is_block else OPERATORS, recompute and s.is_block) for s in graph.stages]
+    layout = shapes.layout(chosen)
+    options = [Option(modes[i % len(modes)], reduce_once=once) for i in range(len(layout.units))]
+    training = replace(Training.of(), accumulation=accumulation)
+    return step_graph(layout, options, BATCH, training, Cluster.parse(cluster))
+
+
+def collectives(graph: StepGraph, unit: str) -> list[Node]:
+    return [node for node in graph.nodes if node.name == unit and node.stream == COMMUNICATION]
+
+
+def padded(graph: StepGraph, index: int, ranks: int) -> int:
+    """Elements of a unit whose parameters' first dimensions are rounded up to the ranks."""
+    shapes = [parameter.shape for parameter in graph.layout.units[index].parameters]
+    return sum(-(-shape[0] // ranks) * ranks * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
+
+
+# ---- order
+
+
+@pytest.mark.parametrize("granularity", [WHOLE, OPERATORS])
+def test_nodes_are_in_topological_order(granularity: str) -> None:
+    graph = built(*MODES, granularity=granularity, recompute=True)
+    for index, node in enumerate(graph.nodes):
+        assert node.id == index
+        assert all(0 <= other < index for other in node.depends)
+    assert graph.nodes[-1].kind == "optimizer"
+
+
+def test_compute_waits_for_its_gathers_and_reductions_for_it() -> None:
+    graph = built(FREE)
+    for phase in (FORWARD, BACKWARD):
+        for shaped in graph.layout.shaped:
+            nodes = [n for n in graph.nodes if (n.phase, n.stage) == (phase, shaped.stage.name)]
+            compute = next(n for n in nodes if n.kind == COMPUTE)
+            gathers = [n.id for n in nodes if n.kind == ALL_GATHER]
+            assert gathers and set(gathers) <= set(compute.depends)
+            assert all(compute.id in n.depends for n in nodes if n.kind == REDUCE_SCATTER)
+
+
+def test_stages_run_forward_then_backward() -> None:
+    graph = built(KEEP)
+    names = [shaped.stage.name for shaped in graph.layout.shaped]
+    computed = [(n.phase, n.stage) for n in graph.nodes if n.kind == COMPUTE]
+    assert computed == [(FORWARD, name) for name in names] + [(BACKWARD, name) for name in reversed(names)]
+
+
+# ---- the table of modes: (kind, group, phase) of every collective of a unit, and the ranks that share it
+
+TABLE = {
+    REPLICATE: [(ALL_REDUCE, "world", BACKWARD)],
+    KEEP: [(ALL_GATHER, "world", FORWARD), (REDUCE_SCATTER, "world", BACKWARD)],
+    FREE: [(ALL_GATHER, "world", FORWARD), (ALL_GATHER, "world", BACKWARD), (REDUCE_SCATTER, "world", BACKWARD)],
+    FREE_TO_NODE: [
+        (ALL_GATHER, "world", FORWARD),
+        (ALL_GATHER, "node", BACKWARD),
+        (REDUCE_SCATTER, "world", BACKWARD),
+    ],
+    KEEP_IN_NODE: [
+        (ALL_GATHER, "node", FORWARD),
+        (REDUCE_SCATTER, "node", BACKWARD),
+        (ALL_REDUCE, "across", BACKWARD),
+    ],
+    FREE_IN_NODE: [
+        (ALL_GATHER, "node", FORWARD),
+        (ALL_GATHER, "node", BACKWARD),
+        (REDUCE_SCATTER, "node", BACKWARD),
+        (ALL_REDUCE, "across", BACKWARD),
+    ],
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("granularity", [WHOLE, OPERATORS])
+@pytest.mark.parametrize("mode", MODES)
+def test_collectives_of_a_mode(mode: str, granularity: str, recompute: bool) -> None:
+    graph = built(mode, granularity=granularity, recompute=recompute)
+    for unit in graph.layout.units:
+        found = [(n.kind, n.group, n.phase) for n in collectives(graph, unit.name)]
+        assert Counter(found) == Counter(TABLE[mode]), unit.name
+
+
+@pytest.mark.parametrize(("cluster", "nodes", "devices"), [("2x2xCPU", 2, 2), ("2x3xCPU", 2, 3), ("4x2xCPU", 4, 2)])
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_of_the_collectives(mode: str, cluster: str, nodes: int, devices: int) -> None:
+    graph = built(mode, cluster=cluster, model="gpt-uneven", granularity=OPERATORS)
+    in_node = mode in (KEEP_IN_NODE, FREE_IN_NODE)
+    ranks = 1 if mode == REPLICATE else devices if in_node else nodes * devices
+    for index, unit in enumerate(graph.layout.units):
+        size = padded(graph, index, ranks)
+        for node in collectives(graph, unit.name):
+            across = node.kind == ALL_REDUCE and in_node
+            elements = size // devices if across else size
+            assert node.nbytes == elements * (COMPUTE_BYTES if node.kind == ALL_GATHER else REDUCE_BYTES), node
+
+
+def test_seconds_of_the_collectives_are_the_clusters() -> None:
+    graph = built(*MODES)
+    for node in graph.nodes:
+        if node.stream == COMMUNICATION:
+            expected = graph.cluster.collective_seconds(node.kind, node.group or "", node.nbytes)
+            assert node.seconds == pytest.approx(expected + graph.cluster.device.kernel_seconds, rel=1e-12)
+
+
+def test_flops_are_those_of_the_model() -> None:
+    graph, model = built(FREE), captured("gpt")
+    flops = sum(n.flops for n in graph.nodes)
+    rows = [s.flops for stage in model.stages for s in (*stage.plain.forward, *stage.plain.backward)]
+    assert flops == sum(int((row @ [1, BATCH]).sum()) for row in rows)
+    assert sum(n.flops for n in built(FREE, recompute=True).nodes) > flops
+
+
+# ---- seconds
+
+
+@pytest.mark.parametrize("modes", [(FREE,), (KEEP, REPLICATE), MODES])
+def test_without_overlap_a_step_is_the_sum_of_its_nodes(modes: tuple[str, ...]) -> None:
+    graph = built(*modes, cluster="2x2xCPU")
+    time = graph.time()
+    assert time.total == pytest.approx(sum(node.seconds for node in graph.nodes), rel=1e-12)
+    assert time.hidden_communication == pytest.approx(0.0, abs=1e-15)
+
+
+@pytest.mark.parametrize("modes", [(FREE,), (KEEP, REPLICATE), MODES])
+def test_with_overlap_every_phase_takes_its_longer_stream(modes: tuple[str, ...]) -> None:
+    graph = built(*modes)
+    time = graph.time()
+    expected = sum(n.seconds for n in graph.nodes if n.kind == "optimizer")
+    names = [shaped.stage.name for shaped in graph.layout.shaped]
+    for phase in (FORWARD, BACKWARD):
+        for name in names:
+            nodes = [n for n in graph.nodes if (n.phase, n.stage) == (phase, name)]
+            wires = sum(n.seconds for n in nodes if n.stream == COMMUNICATION)
+            rest = sum(n.seconds for n in nodes if n.stream != COMMUNICATION)
+            expected += wires + rest if name == names[0] else max(wires, rest)
+    assert time.total == pytest.approx(expected, rel=1e-12)
+    wires = sum(n.seconds for n in graph.nodes if n.stream == COMMUNICATION)
+    assert time.hidden_communication + time.exposed_communication == pytest.approx(wires, rel=1e-12)
+    assert time.hidden_communication > 0
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_micro_batches_repeat_all_but_what_is_done_once(once: bool) -> None:
+    graph = built(KEEP, REPLICATE, cluster="2x2xCPU", accumulation=3, once=once)
+    times = [1 if n.once or n.kind == "optimizer" else 3 for n in graph.nodes]
+    expected = sum(n.seconds * count for n, count in zip(graph.nodes, times, strict=True))
+    assert graph.time().total == pytest.approx(expected, rel=1e-12)
+    reductions = [n for n in graph.nodes if n.kind in (REDUCE_SCATTER, ALL_REDUCE)]
+    assert reductions and all(n.once == once for n in reductions)
+    assert not any(n.once for n in graph.nodes if n.kind in (ALL_GATHER, COMPUTE))
+
+
+# ---- a plan and its graph
+
+
+@pytest.mark.parametrize(
+    ("cluster", "memory", "global_batch"),
+    [("4xCPU", "3MiB", None), ("2x2xA100-40GB", "4MiB", None), ("2x2xCPU", "3MiB", 64)],
+)
+def test_the_graph_of_a_plan_reproduces_its_prediction(cluster: str, memory: str, global_batch: int | None) -> None:
+    model = captured("gpt")
+    plan = plan_graph(model, resolve(cluster, memory), Training.of(), Rules(), global_batch=global_batch)
+    graph = step_graph_of(plan, model)
+    assert graph.time().total == plan.predicted.step_seconds
+    assert graph.timeline().peak_bytes == plan.predicted.peak_bytes
+    assert str(graph.timeline().peak) == plan.predicted.peak_at
+    assert graph.timeline().peak.parts == plan.predicted.memory_parts
+    assert graph.to_dict()["accumulation"] == plan.accumulation
+    assert len(graph.to_dict()["nodes"]) == len(graph.nodes)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    plan = plan_graph(captured("gpt"), resolve("4xCPU", "8MiB"), Training.of(), Rules(), batch=1)
+    with pytest.raises(UsageError, match="plan again"):
+        step_graph_of(plan, captured("gpt-untied"))
+    with pytest.raises(UsageError, match="plan again"):
+        step_graph_of(plan, captured("gpt-pyramid"))

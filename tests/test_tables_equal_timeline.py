@@ -1,0 +1,121 @@
+"""Claim: the search's tables judge a choice as the plain timeline and the step graph do.
+
+The tables share slots, drop dominated rows and put units on lines; none of that may change a byte or a second.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from small_models import captured
+
+from osdp.cluster import Cluster
+from osdp.cost import units
+from osdp.cost.graph import step_graph
+from osdp.cost.tables import Rules, Tables
+from osdp.cost.timeline import build_timeline
+from osdp.cost.training import Training
+from osdp.cost.units import Option
+from osdp.search.problem import Problem, ShapeTable, StageChoice, evaluate
+
+MODELS = ("gpt", "gpt-untied", "gpt-pyramid", "llama", "gpt-tiny")
+CLUSTERS = ("2x2xA100-40GB", "4xA100-40GB", "2x2xCPU", "1x3xCPU")  # the first two overlap, the last two do not
+CHOICES = 8  # random choices for each combination, half of them close to uniform
+
+
+@pytest.fixture
+def small_operators_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "LARGE_NUMEL", 256)
+
+
+def random_choice(problem: Problem, rng: random.Random, *, uniform: bool) -> tuple[StageChoice, ...]:
+    """A shape, an option and a number of slices for everything, at random; or the same ones almost everywhere."""
+    fixed = rng.random(), rng.random(), rng.random()
+
+    def pick(which: int, count: int) -> int:
+        return int((fixed[which] if uniform and rng.random() < 0.9 else rng.random()) * count)
+
+    def options(shape: ShapeTable) -> tuple[tuple[int, int], ...]:
+        chosen = [pick(1, len(unit)) for unit in shape.units]
+        return tuple((o, 1 + pick(2, unit[o].slices)) for o, unit in zip(chosen, shape.units, strict=True))
+
+    choice = []
+    for stage in problem.stages:
+        shape = pick(0, len(stage.shapes))
+        choice.append(StageChoice(shape, options(stage.shapes[shape])))
+    return tuple(choice)
+
+
+def tables_for(model: str, cluster: str, *, accumulation: int = 1, rules: Rules | None = None) -> Tables:
+    training = replace(Training.of("bf16", "adamw"), accumulation=accumulation)
+    return Tables(captured(model), Cluster.parse(cluster), training, rules or Rules())
+
+
+def compare(tables: Tables, batch: int, *, seed: int, count: int = CHOICES) -> list[Option]:
+    """Judges random choices both ways; gives all options that took part."""
+    rng = random.Random(seed)
+    taken: list[Option] = []
+    for grain in tables.grains():
+        problem = tables.problem(batch, limit=tables.cluster.limit_bytes, grain=grain)
+        for number in range(count):
+            choice = random_choice(problem, rng, uniform=number % 2 == 1)
+            verdict = evaluate(problem, choice)
+            layout, options = tables.read(problem, choice)
+            timeline = build_timeline(layout, options, batch, tables.training, tables.cluster)
+            graph = step_graph(layout, options, batch, tables.training, tables.cluster)
+            assert verdict.peak == timeline.peak_bytes, (number, choice)
+            assert verdict.seconds == pytest.approx(graph.time().total, rel=1e-9), (number, choice)
+            taken += options
+    return taken
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_random_choices_cost_the_same(model: str, cluster: str) -> None:
+    taken = compare(tables_for(model, cluster), 2, seed=1)
+    assert len({option.mode for option in taken}) >= 3
+
+
+@pytest.mark.parametrize("cluster", ["2x2xA100-40GB", "1x3xCPU"])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_with_accumulation(model: str, cluster: str) -> None:
+    taken = compare(tables_for(model, cluster, accumulation=3), 2, seed=2)
+    assert {option.reduce_once for option in taken} == {False, True}
+
+
+@pytest.mark.usefixtures("small_operators_split")
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("cluster", ["2x2xA100-40GB", "4xCPU"])
+@pytest.mark.parametrize("model", ["gpt", "gpt-untied", "llama"])
+def test_with_split_operators(model: str, cluster: str, accumulation: int) -> None:
+    taken = compare(tables_for(model, cluster, accumulation=accumulation), 2, seed=3)
+    partly = [option for option in taken if 1 < option.sharded < option.slices]
+    assert partly, "no unit has some, but not all, of its slices sharded"
+
+
+def test_at_other_batch_sizes() -> None:
+    for batch in (1, 5, 33):
+        compare(tables_for("gpt", "2x2xA100-40GB"), batch, seed=batch, count=6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "pure-bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum"])
+def test_in_other_trainings(precision: str, optimizer: str) -> None:
+    training = Training.of(precision, optimizer)
+    graph = captured("gpt", training.precision.compute_dtype)
+    compare(Tables(graph, Cluster.parse("2x2xCPU"), training, Rules()), 2, seed=4)
+
+
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_with_other_reductions(reduce_dtype: str) -> None:
+    training = Training.of("bf16", "adamw", reduce_dtype)
+    compare(Tables(captured("gpt"), Cluster.parse("2x2xCPU"), training, Rules()), 2, seed=5)
+
+
+def test_long_runs_choose_by_block() -> None:
+    """The 18 alike blocks of the preset are one run whose units choose together; its tables are judged alike."""
+    tables = tables_for("gpt-pyramid-preset", "2x8xA100-40GB")
+    assert len(tables.grains()) > 1
+    compare(tables, 2, seed=6, count=2)
