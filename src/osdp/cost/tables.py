@@ -1,9 +1,9 @@
 """Makes the search's tables out of layouts, holds and seconds; see [Note: Problem] in osdp.search.problem.
 
-[Note: Long runs]
-Every unit chooses for itself, with one exception: runs of more than LONG_RUN alike blocks. There one granularity, and
-one number of slices for what can be split, holds for the whole run, and the units of one block choose their mode
-together. Blocks still differ from each other in mode and recompute, so any mixture over the run remains, in steps of a
+[Note: Long lists]
+Every unit chooses for itself, with one exception: module lists of more than LONG_LIST blocks. There one granularity, and
+one number of slices for what can be split, holds for all blocks, and the units of one block choose their mode
+together. Blocks still differ from each other in mode and recompute, so any mixture over the list remains, in steps of a
 block instead of an operator, and a person can read the plan.
 """
 
@@ -38,7 +38,7 @@ from osdp.search.problem import (
 )
 
 _LAST_SLOT = 1 << 30
-LONG_RUN = 8  # see [Note: Long runs]
+LONG_LIST = 8  # see [Note: Long lists]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Tables:
         self.shapes = Shapes(graph)
         self._check_rules()
         self._made: dict[object, list[_MadeShape]] = {}
-        self._long = _long_runs(graph)
+        self._long = _long_lists(graph)
         self._stages = [self._stage(index) for index in range(len(graph.stages))]
 
     def _check_rules(self) -> None:
@@ -125,7 +125,7 @@ class Tables:
         return sum(len(unit) for made in self._stages for shape in made for unit in shape.options)
 
     def grains(self) -> list[Grain]:
-        """The ways to gather the blocks of long runs, for the search to try; see [Note: Long runs]."""
+        """The ways to gather the blocks of long lists, for the search to try; see [Note: Long lists]."""
         found: dict[Grain, None] = {}
         for index, made in enumerate(self._stages):
             if self.graph.stages[index].name in self._long:
@@ -167,7 +167,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Grain:
-    """How the blocks of long runs are gathered: at which granularity, split into how many slices."""
+    """How the blocks of long lists are gathered: at which granularity, split into how many slices."""
 
     granularity: str
     slices: int
@@ -305,7 +305,7 @@ def _options(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: 
 
 
 def _together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
-    """The options of a block whose units choose together: a mode and a number of slices; see [Note: Long runs]."""
+    """The options of a block whose units choose together: a mode and a number of slices; see [Note: Long lists]."""
     by_key = [{option.key[0]: option for option in unit} for unit in units]  # type: ignore[index]
     wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once) for unit in by_key for key in unit)
     found = []
@@ -355,13 +355,12 @@ def _at_slices(options: Sequence[UnitOption], name: str) -> IntArray:
     return np.stack([line, np.zeros_like(line)], axis=1)
 
 
-def _long_runs(graph: ModelGraph) -> set[str]:
-    """Names of the blocks whose units choose together."""
-    counts: dict[int, int] = {}
-    for stage in graph.stages:
-        counts[stage.alike] = counts.get(stage.alike, 0) + 1
-    kinds = {stage.parameters_key(graph) for stage in graph.blocks if counts[stage.alike] > LONG_RUN}
-    return {stage.name for stage in graph.blocks if stage.parameters_key(graph) in kinds}
+def _long_lists(graph: ModelGraph) -> set[str]:
+    """Names of the blocks whose units choose together; see [Note: Long lists]."""
+    lists: dict[str, list[str]] = {}
+    for stage in graph.blocks:
+        lists.setdefault(stage.name.rpartition(".")[0], []).append(stage.name)
+    return {name for names in lists.values() if len(names) > LONG_LIST for name in names}
 
 
 def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option) -> UnitOption:

@@ -146,12 +146,6 @@ class Stage:
     plain: Trace
     recomputed: Trace | None
 
-    def parameters_key(self, graph: ModelGraph) -> tuple[object, ...]:
-        """Equal for stages with the same parameters, whatever their traces."""
-        return tuple(
-            tuple(graph.parameters[p].shape for p in graph.operators[name].parameters) for name in self.operators
-        )
-
     def trace(self, recompute: bool) -> Trace:
         if recompute and self.recomputed is not None:
             return self.recomputed

@@ -56,6 +56,8 @@ class Answer:
     reduced_costs: np.ndarray | None = None  # of a relaxation: what a column costs at least, once it is used
 
 
+_RELAXATION_SECONDS = 1.0
+_WAYS = (("solver", "choose"), ("presolve", "off"), ("solver", "ipm"))
 _DECIDED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
 
 
@@ -71,21 +73,14 @@ def solve(
 
     It stops as soon as the bound reaches `enough`: then nothing below that exists, and the status is bounded.
     """
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("mip_rel_gap", 0.0)
-    solver.setOptionValue("mip_abs_gap", 0.0)
-    solver.setOptionValue("random_seed", 0)
-    if seconds < INFINITY:
-        solver.setOptionValue("time_limit", max(seconds, 0.01))
-    solver.passModel(_model(program, relaxed, unused))
-    if enough < INFINITY:
-        solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough))
-    solver.run()
-    if relaxed and solver.getModelStatus() not in _DECIDED:  # presolve can leave a relaxation undecided
-        solver.setOptionValue("presolve", "off")
-        solver.clearSolver()
+    model = _model(program, relaxed, unused)
+    if relaxed:
+        solver = _decided(model, seconds)
+    else:
+        solver = _solver(seconds)
+        solver.passModel(model)
+        if enough < INFINITY:
+            solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough))
         solver.run()
     status = solver.getModelStatus()
     info = solver.getInfo()
@@ -103,6 +98,30 @@ def solve(
         return Answer("bounded", objective, bound, max(int(info.mip_node_count), 0), None)
     costs = np.array(solver.getSolution().col_dual) if relaxed and optimal else None
     return Answer("optimal" if optimal else "limit", objective, bound, nodes, values, costs)
+
+
+def _solver(seconds: float) -> highspy.Highs:
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    solver.setOptionValue("mip_abs_gap", 0.0)
+    solver.setOptionValue("random_seed", 0)
+    if seconds < INFINITY:
+        solver.setOptionValue("time_limit", max(seconds, 0.01))
+    return solver
+
+
+def _decided(model: highspy.HighsLp, seconds: float) -> highspy.Highs:
+    """A relaxation, solved one way or the other: rarely, the simplex method circles, and another way does not."""
+    for number, (option, value) in enumerate(_WAYS, start=1):
+        solver = _solver(min(seconds, number * _RELAXATION_SECONDS))
+        solver.setOptionValue(option, value)
+        solver.passModel(model)
+        solver.run()
+        if solver.getModelStatus() in _DECIDED:
+            break
+    return solver
 
 
 def _stop_at(event: highspy.HighsCallbackEvent, enough: float) -> None:
