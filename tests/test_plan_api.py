@@ -12,7 +12,7 @@ from small_models import captured, source
 
 import osdp
 from osdp import Plan, UsageError
-from osdp.api import Progress
+from osdp.api import Progress, resolve
 from osdp.cost import units
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
@@ -84,8 +84,8 @@ def test_every_parameter_is_in_one_unit() -> None:
 
 
 def test_less_memory_never_gives_more_throughput() -> None:
-    rates = [planned("4xCPU", m * MIB).predicted.samples_per_second for m in (6, 7, 9)]
-    rates += [plain("4xCPU", "12MiB").predicted.samples_per_second]
+    plans = plain("4xCPU", "8MiB"), planned("4xCPU", "9MiB"), plain("4xCPU", "12MiB")
+    rates = [plan.predicted.samples_per_second for plan in plans]
     assert rates == sorted(rates)
     assert rates[0] < rates[-1]
 
@@ -93,7 +93,7 @@ def test_less_memory_never_gives_more_throughput() -> None:
 def test_the_smallest_memory_that_fits_is_exact() -> None:
     """A plan exists at the smallest reachable peak, and none with one byte less."""
     training = Training.of()
-    cluster = plain("4xCPU", "12MiB").cluster  # it has no reserve: memory is the limit
+    cluster = resolve("4xCPU", "12MiB")  # it has no reserve: memory is the limit
     peak = smallest_timeline(captured(MODEL), cluster, training, Rules(), 1).peak_bytes
     assert planned("4xCPU", peak).predicted.peak_bytes == peak
     with pytest.raises(osdp.DoesNotFit) as error:
@@ -241,16 +241,16 @@ def test_recompute_can_be_forbidden() -> None:
 def test_splitting_can_be_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is so tight that only split operators fit, forbidding them leaves nothing."""
     monkeypatch.setattr(units, "LARGE_NUMEL", 1 << 14)
-    cluster = plain("4xCPU", "12MiB").cluster
+    cluster = resolve("16xCPU", "12MiB")
     least = {
         split: smallest_timeline(captured(MODEL), cluster, Training.of(), Rules(split=split), 1).peak_bytes
         for split in (False, True)
     }
     assert least[True] < least[False]
     between = (least[True] + least[False]) // 2
-    plan = planned(memory=between)
+    plan = planned("16xCPU", between)
     assert any(unit.splits > 1 for unit in plan.units)
     assert all(unit.sharded_splits <= unit.splits for unit in plan.units)
     with pytest.raises(osdp.DoesNotFit):
-        planned(memory=between, split=False)
-    assert all(unit.splits == 1 for unit in planned(memory=least[False] + MIB, split=False).units)
+        planned("16xCPU", between, split=False)
+    assert all(unit.splits == 1 for unit in planned("16xCPU", least[False] + MIB, split=False, batch=1).units)

@@ -88,7 +88,7 @@ def test_experts_inside_a_block_are_no_blocks() -> None:
 
 
 def test_one_odd_element_does_not_open_a_list_of_equal_ones() -> None:
-    """Only a list whose elements are all different is looked into; T5's first block, with its position table, is odd."""
+    """Only a list whose elements are all different is looked into; T5's first block, with its table, is odd."""
     odd = Block(8, experts=2)
     odd.table = nn.Embedding(4, 8)
     assert find_blocks(Stack(odd, Block(8, experts=2), Block(8, experts=2))) == ["blocks.0", "blocks.1", "blocks.2"]

@@ -12,7 +12,7 @@ the loss and its gradient, two scalars that live outside the model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple

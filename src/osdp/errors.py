@@ -16,10 +16,14 @@ class UsageError(OsdpError):
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change that would make a plan fit, and the smallest peak that it reaches."""
+    """One change that would make a plan fit, and the smallest peak that it reaches.
+
+    `limit_bytes` is the limit after the change, where the change is one of the limit itself.
+    """
 
     change: str
     peak_bytes: int
+    limit_bytes: int | None = None
 
 
 class DoesNotFit(OsdpError):

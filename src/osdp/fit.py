@@ -8,7 +8,7 @@ from dataclasses import replace
 from osdp.cluster import Cluster, format_bytes
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import Timeline, build_timeline
-from osdp.cost.training import PRECISIONS, Training
+from osdp.cost.training import OPTIMIZERS, PRECISIONS, Training
 from osdp.errors import DoesNotFit, Remedy
 from osdp.model.graph import ModelGraph
 from osdp.search.solve import lowest_peak
@@ -54,7 +54,7 @@ def _remedies(
 
     peak = timeline.peak_bytes
     needed = -(-int(peak / (1 - cluster.reserve_fraction)) // (1 << 20)) + 1
-    yield Remedy(f"{format_bytes(needed << 20)} of memory on each device", peak)
+    yield Remedy(f"{format_bytes(needed << 20)} of memory on each device", peak, peak)
     free = Rules(pins=None)
     if rules != free and (smaller := reached(under=free)) <= limit:
         yield Remedy("dropping the restrictions on modes, splits, recompute and pins", smaller)
@@ -69,6 +69,10 @@ def _remedies(
         lighter = replace(training, precision=PRECISIONS["pure-bf16"], reduce_dtype="bf16")
         if training.precision.compute_dtype == "bf16" and (smaller := reached(by=lighter)) <= limit:
             yield Remedy("parameters and optimizer states in bf16 (precision pure-bf16)", smaller)
+    if training.optimizer.name == "adamw":
+        fused = replace(training, optimizer=OPTIMIZERS["adamw-fused"])
+        if (smaller := reached(by=fused)) <= limit:
+            yield Remedy("the fused optimizer, which needs no temporary copy (adamw-fused)", smaller)
     moved = replace(training, optimizer=replace(training.optimizer, states=0, temporaries=0, counters=0))
     if training.optimizer.states and (smaller := reached(by=moved)) <= limit:
         yield Remedy("optimizer states offloaded to the host", smaller)

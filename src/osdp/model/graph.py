@@ -181,7 +181,6 @@ class ModelGraph:
         freed = stage.plain.forward_delta - stage.recomputed.forward_delta
         return freed, _flops(stage.recomputed.backward) - _flops(stage.plain.backward)
 
-
     def beside_operators(self, stage: Stage) -> BesideOperators:
         """What a stage's kernels outside operators cost: attention scores, activations, residuals, the loss."""
         operators = [self.operators[name] for name in stage.operators]

@@ -168,7 +168,7 @@ def misfit_page(error: DoesNotFit) -> MisfitPage:
                 change=each.change,
                 peak_bytes=each.peak_bytes,
                 saved_bytes=error.peak_bytes - each.peak_bytes,
-                fits=each.peak_bytes <= error.limit_bytes,
+                fits=each.peak_bytes <= (each.limit_bytes or error.limit_bytes),
             )
             for each in sorted(error.remedies, key=lambda remedy: remedy.peak_bytes)
         ),
