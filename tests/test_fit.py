@@ -70,7 +70,7 @@ def test_the_memory_remedy_fits(word: str, memory: str) -> None:
 def test_the_memory_remedy_fits_at_every_size() -> None:
     """Sizes are printed rounded: never down to where the plan no longer fits."""
     graph, training = captured("gpt"), Training.of()
-    for batch in (97, 9001, 40009):
+    for batch in (97, 40009):
         error = nothing_fits(graph, resolve("4xA100-40GB", "1MiB"), training, Rules(), batch)
         _, match = remedy(error, r"^(.*) of memory on each device")
         enough = resolve("4xA100-40GB", match[1].replace(" ", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,13 @@ import osdp
 from osdp import Plan, UsageError
 from osdp.api import Progress, resolve
 from osdp.cost import units
-from osdp.cost.tables import Rules
+from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.fit import smallest_timeline
 from osdp.model import capture as capturing
 from osdp.planfile import FREE, FREE_IN_NODE, KEEP, REPLICATE
+from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.search.solve import lowest_peak, solve_exactly
 
 MIB = 1 << 20
 MODEL = "gpt-tiny"
@@ -99,6 +102,36 @@ def test_the_smallest_memory_that_fits_is_exact() -> None:
     with pytest.raises(osdp.DoesNotFit) as error:
         planned("4xCPU", peak - 1)
     assert error.value.peak_bytes == peak
+
+
+def climbed(problem: Problem, choice: tuple[StageChoice, ...], steps: int) -> Verdict:
+    """Changes one or a few things at random and keeps what fits and is not slower."""
+    rng, best = random.Random(0), evaluate(problem, choice)
+    for _ in range(steps):
+        changed = list(choice)
+        for stage in rng.choices(range(len(changed)), k=rng.randint(1, 3)):
+            shapes, old = problem.stages[stage].shapes, changed[stage]
+            shape = old.shape if rng.random() < 0.8 else rng.randrange(len(shapes))
+            units = shapes[shape].units
+            options = list(old.options) if shape == old.shape else [(rng.randrange(len(unit)), 1) for unit in units]
+            unit = rng.randrange(len(options))
+            options[unit] = rng.randrange(len(units[unit])), 1
+            changed[stage] = StageChoice(shape, tuple(options))
+        verdict = evaluate(problem, tuple(changed))
+        if verdict.peak <= problem.limit and verdict.seconds <= best.seconds:
+            choice, best = tuple(changed), verdict
+    return best
+
+
+@pytest.mark.parametrize("slack", [1 << 16, 1 << 19])
+def test_no_choice_beats_the_proven_one_in_tight_memory(slack: int) -> None:
+    tables = Tables(captured(MODEL), resolve("4xCPU", "12MiB"), Training.of(), Rules())
+    choice, lowest = lowest_peak(tables.problem(1, limit=12 * MIB))
+    problem = tables.problem(1, limit=lowest.peak + slack)
+    outcome = solve_exactly(problem)
+    assert outcome.status == "optimal"
+    assert outcome.verdict is not None
+    assert outcome.verdict.seconds <= climbed(problem, choice, 4000).seconds * (1 + 1e-9)
 
 
 def test_the_same_plan_twice() -> None:
@@ -240,7 +273,7 @@ def test_recompute_can_be_forbidden() -> None:
 
 def test_splitting_can_be_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is so tight that only split operators fit, forbidding them leaves nothing."""
-    monkeypatch.setattr(units, "LARGE_NUMEL", 1 << 14)
+    monkeypatch.setattr(units, "LARGE_NUMEL", 1 << 16)
     cluster = resolve("16xCPU", "12MiB")
     least = {
         split: smallest_timeline(captured(MODEL), cluster, Training.of(), Rules(split=split), 1).peak_bytes
@@ -248,9 +281,9 @@ def test_splitting_can_be_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert least[True] < least[False]
     between = (least[True] + least[False]) // 2
-    plan = planned("16xCPU", between)
+    plan = planned("16xCPU", between, batch=1)
     assert any(unit.splits > 1 for unit in plan.units)
     assert all(unit.sharded_splits <= unit.splits for unit in plan.units)
     with pytest.raises(osdp.DoesNotFit):
-        planned("16xCPU", between, split=False)
+        planned("16xCPU", between, split=False, batch=1)
     assert all(unit.splits == 1 for unit in planned("16xCPU", least[False] + MIB, split=False, batch=1).units)

@@ -20,7 +20,7 @@ from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.search.problem import Problem, ShapeTable, StageChoice, evaluate
 
-MODELS = ("gpt", "gpt-untied", "gpt-pyramid", "llama", "gpt-tiny")
+MODELS = ("gpt", "gpt-pyramid", "llama", "gpt-tiny")
 CLUSTERS = ("2x2xA100-40GB", "4xA100-40GB", "2x2xCPU", "1x3xCPU")  # the first two overlap, the last two do not
 CHOICES = 8  # random choices for each combination, half of them close to uniform
 
@@ -116,6 +116,6 @@ def test_with_other_reductions(reduce_dtype: str) -> None:
 
 def test_long_runs_choose_by_block() -> None:
     """The 18 alike blocks of the preset are one run whose units choose together; its tables are judged alike."""
-    tables = tables_for("gpt-pyramid-preset", "2x8xA100-40GB")
+    tables = tables_for("gpt-pyramid-preset", "8xA100-40GB")
     assert len(tables.grains()) > 1
-    compare(tables, 2, seed=6, count=2)
+    compare(tables, 2, seed=6, count=1)

@@ -83,7 +83,7 @@ def plan(
     graph = capture(
         model, example_inputs, loss=loss, name=name, compute_dtype=training.precision.compute_dtype, seq_len=seq_len
     )
-    rules = Rules(modes=tuple(modes or MODES), split=split, recompute=recompute, pins=read_pins(pin))
+    rules = Rules(modes=tuple(modes or MODES), split=split, recompute=recompute, pins=read_pins(pin) or None)
     return plan_graph(
         graph, resolve(cluster, memory), training, rules, batch=batch, global_batch=global_batch, progress=report
     )

@@ -1,7 +1,7 @@
 """Makes the search's tables out of layouts, holds and seconds; see [Note: Problem] in osdp.search.problem.
 
 [Note: Long lists]
-Every unit chooses for itself, with one exception: module lists of more than LONG_LIST blocks. There one granularity, and
+Every unit chooses for itself, with one exception: lists of more than LONG_LIST blocks. There one granularity, and
 one number of slices for what can be split, holds for all blocks, and the units of one block choose their mode
 together. Blocks still differ from each other in mode and recompute, so any mixture over the list remains, in steps of a
 block instead of an operator, and a person can read the plan.

@@ -107,6 +107,10 @@ def _solver(seconds: float) -> highspy.Highs:
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", 0.0)
     solver.setOptionValue("random_seed", 0)
+    for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
+        solver.setOptionValue(
+            tolerance, 1e-9
+        )  # the default would let a choice pass that exceeds the limit by kilobytes
     if seconds < INFINITY:
         solver.setOptionValue("time_limit", max(seconds, 0.01))
     return solver

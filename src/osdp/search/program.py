@@ -73,6 +73,7 @@ class Model:
         self.program = Program()
         self.groups = [self._columns(group) for group in groups]
         self._peak = self.program.column(cost=1.0) if minimise_peak else None
+        self._spanning = [c for columns in self.groups for c in columns.chosen() if c.option.far is not None]
         self._always = self.program.column()
         self._before = [self.program.column(lower=-INFINITY) for _ in range(len(groups) + 1)]
         self._behind = [self.program.column(lower=-INFINITY) for _ in range(len(groups) + 1)]
@@ -207,19 +208,19 @@ class Model:
     def _far(self, stages: range, backward: bool, terms: dict[int, float]) -> None:
         """Units that span stages, at the least that they hold in any of these."""
         last = 2 * len(self.problem.stages) - 1
-        for columns in self.groups:
-            for chosen in columns.chosen():
-                if chosen.option.far is not None:
-                    visits = [last - stage if backward else stage for stage in stages]
-                    value = int(chosen.option.far[visits].min())
-                    if value:
-                        terms[chosen.count] = terms.get(chosen.count, 0.0) + value / MIB
+        for chosen in self._spanning:
+            if chosen.option.far is not None:
+                visits = [last - stage if backward else stage for stage in stages]
+                value = int(chosen.option.far[visits].min())
+                if value:
+                    terms[chosen.count] = terms.get(chosen.count, 0.0) + value / MIB
 
     def _exact_rows(self, position: int) -> None:
         """[Constraint] at every row of both visits the bytes alive stay within the limit.
 
-        One row of the program takes one row of every shape: only the chosen shape's part is not zero, so it says the
-        same as a row for each, and its relaxation cannot hide one shape behind another.
+        One row of the program takes one row of every shape, of those that see the same neighbours: only the chosen
+        shape's part is not zero, so it says the same as a row for each, and its relaxation cannot hide one shape behind
+        another.
         """
         columns = self.groups[position]
         stage = range(columns.group.first, columns.group.stop)
@@ -231,20 +232,27 @@ class Model:
                     base[column] = shape.saved / MIB
             self._far(stage, backward, base)
             tables = [shape.backward if backward else shape.forward for shape in columns.table.shapes]
-            orders = [_row_order(rows) for rows in tables]
-            for number in range(max((len(order) for order in orders), default=0)):
-                picked = [order[min(number, len(order) - 1)] if order else None for order in orders]
-                self._row(dict(base), columns, picked, position, backward)
+            for flags in sorted({flags for rows in tables for flags in _flags(rows)}):
+                same = [[row for row, mine in enumerate(_flags(rows)) if mine == flags] for rows in tables]
+                for number in range(max(len(rows) for rows in same)):
+                    picked = [_picked(rows, alike, number) for rows, alike in zip(tables, same, strict=True)]
+                    self._row(dict(base), columns, picked, position, backward, flags)
 
     def _row(
-        self, terms: dict[int, float], columns: _GroupColumns, picked: list[int | None], position: int, backward: bool
+        self,
+        terms: dict[int, float],
+        columns: _GroupColumns,
+        picked: list[int | None],
+        position: int,
+        backward: bool,
+        flags: tuple[bool, ...],
     ) -> None:
-        flags: dict[str, list[bool]] = {name: [] for name in ("tail", "issue", "head")}
+        """One row of each shape; its neighbours are those that rows with these flags see."""
+        seen: list[tuple[bool, ...]] = []
         for shape_index, row in enumerate(picked):
             shape = columns.table.shapes[shape_index]
             rows = shape.backward if backward else shape.forward
-            for name, flag in flags.items():
-                flag.append(row is not None and bool(getattr(rows, name)[row]))
+            seen.append((False, False, False) if row is None else _flags(rows)[row])
             if row is None:
                 continue
             z = columns.shapes[shape_index]
@@ -254,12 +262,11 @@ class Model:
                 chosen.terms(Amount(int(values[0]), int(values[1])), terms, 1.0 / MIB)
             self._guests(shape, row, backward, terms)
         ahead = position - 1 if backward else position + 1
-        wanted = [("tail", ahead, "ahead_again" if backward else "ahead")]
-        wanted.append(("issue", ahead, "cast_again" if backward else "cast"))
-        if backward:
-            wanted.append(("head", position + 1, "reducing"))
-        for flag, neighbour, name in wanted:
-            self._neighbour(terms, columns, flags[flag], neighbour, name)
+        wanted = [(ahead, "ahead_again" if backward else "ahead"), (ahead, "cast_again" if backward else "cast")]
+        wanted += [(position + 1, "reducing")] if backward else []
+        for number, (neighbour, name) in enumerate(wanted):
+            if flags[number]:
+                self._neighbour(terms, columns, [mine[number] for mine in seen], neighbour, name)
         self._within_limit(terms)
 
     def _guests(self, shape: ShapeTable, row: int, backward: bool, terms: dict[int, float]) -> None:
@@ -345,6 +352,17 @@ class Model:
                 total = self.program.column(upper=sum(c.group.size for c in alike), integer=True)
                 self.program.equal({total: -1.0, **{c.count: 1.0 for c in chosen}}, 0.0)
 
+    def exclude(self, choice: Sequence[StageChoice]) -> bool:
+        """[Constraint] not this choice; says whether that can be said: nothing in it may be split."""
+        columns = []
+        for group, stage in zip(self.groups, choice, strict=True):
+            taken = [group.units[stage.shape][u][o] for u, (o, _) in enumerate(stage.options)]
+            if any(chosen.sharded is not None for chosen in taken):
+                return False
+            columns += [group.shapes[stage.shape], *(chosen.count for chosen in taken)]
+        self.program.row(dict.fromkeys(columns, 1.0), upper=len(columns) - 1.0)
+        return True
+
     # Reading a solution
 
     def read(self, answer: Answer) -> list[list[StageChoice]]:
@@ -362,9 +380,16 @@ class Model:
         return choices
 
 
-def _row_order(rows: Rows) -> list[int]:
-    """Rows that see the same neighbours first, so that rows of different shapes meet their like."""
-    return sorted(range(len(rows)), key=lambda r: (-int(rows.tail[r]), -int(rows.head[r]), -int(rows.issue[r]), r))
+def _flags(rows: Rows) -> list[tuple[bool, ...]]:
+    """Which neighbours each row sees: the next gather, its issue, the last reduction."""
+    return [tuple(map(bool, row)) for row in zip(rows.tail, rows.issue, rows.head, strict=True)]
+
+
+def _picked(rows: Rows, alike: list[int], number: int) -> int | None:
+    """A shape's part in a row of the program: its next row with the same flags, or its highest of any."""
+    if alike:
+        return alike[min(number, len(alike) - 1)]
+    return int(np.argmax(rows.activations)) if len(rows) else None
 
 
 def _dealt(options: list[_Chosen], values: np.ndarray) -> list[tuple[int, int]]:

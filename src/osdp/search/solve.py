@@ -87,7 +87,9 @@ class _Search:
         self.deadline = time.monotonic() + seconds
         self.scale = _scale(problem)
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
+        self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
+        self.excluded: list[tuple[StageChoice, ...]] = []  # what HiGHS's tolerance let pass, by a few bytes
 
     @property
     def to_beat(self) -> float:
@@ -97,6 +99,8 @@ class _Search:
         groups = first_groups(self.problem)
         while True:
             model = Model(self.asked, groups, scale=self.scale)
+            for choice in self.excluded:
+                model.exclude(choice)
             relaxation = solve(model.program, relaxed=True)
             if relaxation.status == "infeasible" or relaxation.bound / self.scale >= self.to_beat:
                 return self._done("optimal")
@@ -115,7 +119,10 @@ class _Search:
                 over = verdict.peak - self.problem.limit
                 if over <= 0:
                     return self._done("optimal")
-                self.asked = replace(self.asked, limit=self.asked.limit - over)
+                if model.exclude(self.judged):
+                    self.excluded.append(self.judged)
+                else:
+                    self.asked = replace(self.asked, limit=self.asked.limit - over)
             groups = refined
 
     def _round(self, model: Model, groups: list[Group], relaxation: Answer) -> Verdict | None:
@@ -163,6 +170,7 @@ class _Search:
 
     def _judge(self, model: Model, groups: list[Group], answer: Answer) -> Verdict:
         choice, verdict = arranged(self.problem, groups, model.read(answer))
+        self.judged = choice
         if verdict.peak <= self.problem.limit and verdict.seconds < self.to_beat:
             self.best = choice, verdict
         return verdict
