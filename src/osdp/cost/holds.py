@@ -71,6 +71,7 @@ class Places:
     enter_again: Position | None
     leave_again: Position | None
     reduced: Position
+    finish: Position  # backward is done, the optimizer has not begun
     gradients: tuple[tuple[str, Position], ...]
 
 
@@ -199,8 +200,8 @@ def _reduction(mode: str, option: Option, sizes: Sizes, places: Places, training
     holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, places.reduced))
     result = sizes.trained * reduce
     if reduce != master:
-        lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE)  # FSDP2 holds the all-reduce's buffer to the end
-        holds.append(Hold(BUFFERS, result, leave.next(), END if lasting else leave.next().next()))
+        lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE)  # FSDP2 holds all-reduced buffers through backward
+        holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), leave.next().next()))
     return holds

@@ -138,6 +138,7 @@ class Layout:
                 enter_again=p.enter_again,
                 leave_again=p.leave_again,
                 reduced=reduced.get(i, Position(2 * len(self.shaped), 0)),
+                finish=Position(2 * len(self.shaped), 0),
                 gradients=p.gradients,
             )
             for i, p in enumerate(raw)

@@ -428,11 +428,14 @@ class _Measured:
         self.rows = [_visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]
         end = 2 * len(layout.shaped)
         self.between = _value(holds, Position(forward, _LAST_SLOT)) - self.always
-        self.after = _value(holds, Position(end, 0)) - self.always
+        # what lasts to the end of backward, and what of it is left for the optimizer
+        last = Position(end, 0) if backward == end - 1 else Position(end - 1, _LAST_SLOT)
+        self.after = _value(holds, last) - self.always
         self.reducing = _value(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
         self.ahead, self.cast = self._prefetched(holds, places.issue, forward, 0)
         self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
-        self.stepping = _stepping(unit, option, tables)
+        left = _value(holds, Position(end, 0)) - self.always - self.after
+        self.stepping = _stepping(unit, option, tables) + left
         self.far: IntArray | None = None
         own = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
         if not own <= set(slots.visits):  # it spans stages

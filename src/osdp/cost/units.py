@@ -242,8 +242,10 @@ def _tied_group(graph: ModelGraph, name: str) -> list[str]:
     """The operators outside blocks that share parameters with this one, itself first."""
     group, names = [name], set(graph.operators[name].parameters)
     outside = [op for stage in graph.stages if not stage.is_block for op in stage.operators]
-    for other in dict.fromkeys(outside):
-        if other not in group and names & set(graph.operators[other].parameters):
-            group.append(other)
-            names |= set(graph.operators[other].parameters)
+    found = True
+    while found:  # tied to one that is tied to this one counts too
+        more = [o for o in dict.fromkeys(outside) if o not in group and names & set(graph.operators[o].parameters)]
+        found = bool(more)
+        group += more
+        names.update(p for other in more for p in graph.operators[other].parameters)
     return group

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from osdp.errors import UsageError
@@ -64,12 +65,33 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu") -> nn
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
     meshes = Meshes(device_type, plan.cluster.nodes, plan.cluster.devices_per_node)
     policy = precision_policy(plan)
+    tied = _tied_names(model)
     for unit in sorted(plan.units, key=lambda unit: -max(map(_depth, unit.modules))):  # deeper units first
         _shard(unit, [modules[name] for name in unit.modules], meshes, policy)
+    sharded = _tie_again(model, tied)
     if not isinstance(model, FSDPModule):
-        fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy, ignored_params=sharded)
     _prefetch(plan, modules)
     return model
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    """The names of every parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parameter]:
+    """Gives names in modules that are never called the sharded parameter too; returns all sharded parameters."""
+    for names in tied:
+        owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        sharded = next((m._parameters[key] for m, key in owners if isinstance(m._parameters[key], DTensor)), None)
+        for module, key in owners:
+            if sharded is not None and not isinstance(module._parameters[key], DTensor):
+                module._parameters[key] = sharded
+    return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
 def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
