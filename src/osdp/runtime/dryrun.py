@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from osdp._torch import FakeStore, FakeTensorMode, tree_leaves, tree_map_only
+from osdp._torch import FakeTensorMode, fake_store, tree_leaves, tree_map_only
 from osdp.model.fake import fake_copy
 from osdp.model.trace import Hooks, RawTrace, Recorder
 from osdp.planfile import Plan
@@ -25,7 +25,7 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
     """A process group in which this process plays rank 0 and nobody else exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
         yield
     finally:
