@@ -77,17 +77,14 @@ class Places:
 
 def unit_holds(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     """All that a unit's option holds in a step; affine in `option.sharded` from 1 on."""
-    sharded = option.sharded if option.mode != REPLICATE else 0
     holds: list[Hold] = []
-    kinds = [(option.mode, sharded), (REPLICATE, option.slices - sharded)]
-    for mode, count in kinds:
-        if count:
-            sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
-            holds += _held(mode, count, sizes, option, places, training, cluster)
+    for mode, count in option.held:
+        sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+        holds += _held(mode, count, sizes, option, places, training, cluster)
     if places.enter is None or places.leave is None:
         return holds  # never used: it is held, and that is all
     # Slices take turns: one is in use at a time, priced in the mode that needs most.
-    mode = option.mode if sharded else REPLICATE
+    mode = option.mode
     sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
     holds += _forward(mode, option.slices, sizes, places, training, cluster)
     holds += _backward(mode, option.slices, sizes, places, training, cluster)
@@ -205,3 +202,9 @@ def _reduction(mode: str, option: Option, sizes: Sizes, places: Places, training
     if training.accumulation > 1:  # the new result is added to the old one
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), leave.next().next()))
     return holds
+
+
+def stepping_bytes(unit: Unit, option: Option, training: Training, cluster: Cluster) -> int:
+    """Bytes that the optimizer needs for a unit only while it steps."""
+    held = sum(count * unit.sizes(shard_ranks(mode, cluster), option.slices).trained for mode, count in option.held)
+    return training.optimizer.temporaries * training.precision.master_bytes * held

@@ -72,14 +72,11 @@ class UnitWork:
 
 def unit_work(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> UnitWork:
     """The collectives of a unit's option; with slices, one of each kind for every slice."""
-    sharded = option.sharded if option.mode != REPLICATE else 0
     gather: list[Collective] = []
     again: list[Collective] = []
     reduce: list[Collective] = []
     stepped = 0
-    for mode, count in ((option.mode, sharded), (REPLICATE, option.slices - sharded)):
-        if not count:
-            continue
+    for mode, count in option.held:
         sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
         stepped += count * sizes.trained
         if places.enter is not None:

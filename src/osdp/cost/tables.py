@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import Hold, Places, Position, unit_holds
+from osdp.cost.holds import Hold, Places, Position, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
 from osdp.cost.seconds import Collective, Roofline, UnitWork, unit_work
 from osdp.cost.training import Training
-from osdp.cost.units import SLICES, WHOLE, Option, Unit, modes_for, shard_ranks
+from osdp.cost.units import SLICES, WHOLE, Option, Unit, modes_for
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
 from osdp.planfile import MODES, REPLICATE
@@ -435,7 +435,7 @@ class _Measured:
         self.ahead, self.cast = self._prefetched(holds, places.issue, forward, 0)
         self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
         left = _value(holds, Position(end, 0)) - self.always - self.after
-        self.stepping = _stepping(unit, option, tables) + left
+        self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
         own = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
         if not own <= set(slots.visits):  # it spans stages
@@ -451,15 +451,6 @@ class _Measured:
             return 0, 0
         ahead = _value(holds, Position(visit - 1, _LAST_SLOT)) - self.always - held
         return ahead, _value(holds, issue) - self.always - held - ahead
-
-
-def _stepping(unit: Unit, option: Option, tables: Tables) -> int:
-    sharded = option.sharded if option.mode != REPLICATE else 0
-    held = 0
-    for mode, count in ((option.mode, sharded), (REPLICATE, option.slices - sharded)):
-        if count:
-            held += count * unit.sizes(shard_ranks(mode, tables.cluster), option.slices).trained
-    return tables.training.optimizer.temporaries * tables.training.precision.master_bytes * held
 
 
 def _guests(tables: Tables, layout: Layout, index: int, slots: _Slots) -> list[Guest]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import CONSTANTS, PARTS, SAVED, TEMPORARIES, Hold, Position, unit_holds
+from osdp.cost.holds import CONSTANTS, PARTS, SAVED, TEMPORARIES, Hold, Position, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout, levels
 from osdp.cost.training import Training
-from osdp.cost.units import Option, shard_ranks
+from osdp.cost.units import Option
 from osdp.model.graph import IntArray
-from osdp.planfile import REPLICATE
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,6 @@ class Timeline:
         return self.moment(int(self.total.argmax()))
 
 
-def optimizer_temporary(layout: Layout, options: Sequence[Option], training: Training, cluster: Cluster) -> int:
-    """Bytes that the optimizer needs only while it steps."""
-    held = 0
-    for unit, option in zip(layout.units, options, strict=True):
-        sharded = option.sharded if option.mode != REPLICATE else 0
-        for mode, count in ((option.mode, sharded), (REPLICATE, option.slices - sharded)):
-            if count:
-                held += count * unit.sizes(shard_ranks(mode, cluster), option.slices).trained
-    return training.optimizer.temporaries * training.precision.master_bytes * held
-
-
 def build_timeline(
     layout: Layout, options: Sequence[Option], batch: int, training: Training, cluster: Cluster
 ) -> Timeline:
@@ -109,7 +97,8 @@ def build_timeline(
         level += stretches[-1].end.at(batch)
     parts[row[CONSTANTS]] += graph.buffer_bytes + graph.input_bytes.at(batch)
     parts[row[SAVED], -1] = level
-    parts[row[TEMPORARIES], -1] += optimizer_temporary(layout, options, training, cluster)
+    for unit, option in zip(layout.units, options, strict=True):
+        parts[row[TEMPORARIES], -1] += stepping_bytes(unit, option, training, cluster)
     return Timeline(layout, parts, tuple(int(start) for start in starts))
 
 

@@ -35,6 +35,13 @@ class Option:
     sharded: int = 1
     reduce_once: bool = False
 
+    @property
+    def held(self) -> list[tuple[str, int]]:
+        """The modes that slices are held in, each with the number of slices."""
+        sharded = 0 if self.mode == REPLICATE else self.sharded
+        kinds = ((self.mode, sharded), (REPLICATE, self.slices - sharded))
+        return [(mode, count) for mode, count in kinds if count]
+
 
 @dataclass(frozen=True)
 class Sizes:
