@@ -20,6 +20,7 @@ from osdp.cluster import Cluster
 from osdp.cost.holds import Hold, Places, Position, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
 from osdp.cost.seconds import Collective, Roofline, UnitWork, unit_work
+from osdp.cost.slots import SlotGroups, Slots, neighbour_flags, value_at, visit_bytes
 from osdp.cost.training import Training
 from osdp.cost.units import SLICES, WHOLE, Option, Unit, modes_for
 from osdp.errors import UsageError
@@ -29,7 +30,6 @@ from osdp.search.problem import (
     Amount,
     Guest,
     Problem,
-    Rows,
     Seconds,
     ShapeTable,
     StageChoice,
@@ -185,8 +185,8 @@ class _MadeShape:
     shaped: ShapedStage
     options: tuple[tuple[UnitOption, ...], ...]
     guests: tuple[Guest, ...]
-    forward: _SlotGroups
-    backward: _SlotGroups
+    forward: SlotGroups
+    backward: SlotGroups
     forward_time: Roofline
     backward_time: Roofline
 
@@ -198,7 +198,7 @@ class _MadeShape:
         shaped = layout.shaped[index]
         visits = layout.visit(index, False), layout.visit(index, True)
         lengths = 3 * len(shaped.trace.forward), 3 * len(shaped.trace.backward)
-        slots = _Slots(visits, lengths)
+        slots = Slots(visits, lengths)
         first = sum(len(other.units) for other in layout.shaped[:index])
         options = tuple(
             tuple(_options(tables, layout, unit, places, slots))
@@ -207,8 +207,8 @@ class _MadeShape:
         if shaped.stage.name in tables._long:
             options = (tuple(_together(options)),)
         guests = _guests(tables, layout, index, slots)
-        flags = _flags(layout, index, slots)
-        groups = [_SlotGroups.of(options, guests, which, flags[which]) for which in (0, 1)]
+        flags = neighbour_flags(layout, index, slots)
+        groups = [SlotGroups.of(options, guests, which, flags[which]) for which in (0, 1)]
         return _MadeShape(
             shaped,
             tuple(tuple(_regrouped(option, groups) for option in unit) for unit in options),
@@ -262,29 +262,7 @@ class _MadeShape:
         )
 
 
-@dataclass(frozen=True)
-class _Slots:
-    visits: tuple[int, int]
-    lengths: tuple[int, int]
-
-
-def _value(holds: Sequence[Hold], position: Position) -> int:
-    return sum(hold.nbytes for hold in holds if hold.start <= position < hold.end)
-
-
-def _visit_bytes(holds: Sequence[Hold], visit: int, length: int, always: int) -> IntArray:
-    """Bytes of a unit beyond `always` in every slot of a visit."""
-    change = np.zeros(length + 1, dtype=np.int64)
-    for hold in holds:
-        begin = 0 if hold.start.visit < visit else hold.start.slot if hold.start.visit == visit else length
-        end = length if hold.end.visit > visit else hold.end.slot if hold.end.visit == visit else 0
-        if begin < end:
-            change[min(begin, length)] += hold.nbytes
-            change[min(end, length)] -= hold.nbytes
-    return change.cumsum()[:length] - always
-
-
-def _options(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots) -> list[UnitOption]:
+def _options(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots) -> list[UnitOption]:
     prefix = f"{unit.name}."
     deeper = [u.name for u in layout.units if u is not unit and u.name.startswith(prefix)]
     below = [
@@ -363,7 +341,7 @@ def _long_lists(graph: ModelGraph) -> set[str]:
     return {name for names in lists.values() if len(names) > LONG_LIST for name in names}
 
 
-def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option) -> UnitOption:
+def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option) -> UnitOption:
     """Measures an option at one and, where it is split, at two sharded slices: everything between is on that line."""
     split = option.slices > 1 and option.mode != REPLICATE
     one = _Measured(tables, layout, unit, places, slots, option)
@@ -419,29 +397,28 @@ class _Measured:
     """The bytes and seconds of one option at one number of sharded slices."""
 
     def __init__(
-        self, tables: Tables, layout: Layout, unit: Unit, places: Places, slots: _Slots, option: Option
+        self, tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option
     ) -> None:
         holds = unit_holds(unit, option, places, tables.training, tables.cluster)
         self.work: UnitWork = unit_work(unit, option, places, tables.training, tables.cluster)
-        self.always = _value(holds, Position(-1, 0))
+        self.always = value_at(holds, Position(-1, 0))
         forward, backward = slots.visits
-        self.rows = [_visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]
+        self.rows = [visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]
         end = 2 * len(layout.shaped)
-        self.between = _value(holds, Position(forward, _LAST_SLOT)) - self.always
+        self.between = value_at(holds, Position(forward, _LAST_SLOT)) - self.always
         # what lasts to the end of backward, and what of it is left for the optimizer
         last = Position(end, 0) if backward == end - 1 else Position(end - 1, _LAST_SLOT)
-        self.after = _value(holds, last) - self.always
-        self.reducing = _value(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
+        self.after = value_at(holds, last) - self.always
+        self.reducing = value_at(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
         self.ahead, self.cast = self._prefetched(holds, places.issue, forward, 0)
         self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
-        left = _value(holds, Position(end, 0)) - self.always - self.after
+        left = value_at(holds, Position(end, 0)) - self.always - self.after
         self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
         own = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
         if not own <= set(slots.visits):  # it spans stages
-            visits = [
-                0 if v in own or v in slots.visits else _value(holds, Position(v, 0)) - self.always for v in range(end)
-            ]
+            own |= set(slots.visits)  # there it has rows
+            visits = [0 if v in own else value_at(holds, Position(v, 0)) - self.always for v in range(end)]
             self.far = np.array(visits, dtype=np.int64)
             self.between = self.ahead = self.cast = self.ahead_again = self.cast_again = self.reducing = 0
 
@@ -449,11 +426,11 @@ class _Measured:
         """What the unit's gather holds in the visit before its own, and what more at the moment of issue."""
         if issue is None or issue.visit >= visit:
             return 0, 0
-        ahead = _value(holds, Position(visit - 1, _LAST_SLOT)) - self.always - held
-        return ahead, _value(holds, issue) - self.always - held - ahead
+        ahead = value_at(holds, Position(visit - 1, _LAST_SLOT)) - self.always - held
+        return ahead, value_at(holds, issue) - self.always - held - ahead
 
 
-def _guests(tables: Tables, layout: Layout, index: int, slots: _Slots) -> list[Guest]:
+def _guests(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[Guest]:
     """Units of other stages that are used in this one; only stages outside blocks have any."""
     if layout.shaped[index].stage.is_block:
         return []
@@ -465,86 +442,19 @@ def _guests(tables: Tables, layout: Layout, index: int, slots: _Slots) -> list[G
             used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p}
             if stage == index or not used & set(slots.visits):
                 continue
-            home = _Slots((layout.visit(stage, False), layout.visit(stage, True)), (0, 0))
+            home = Slots((layout.visit(stage, False), layout.visit(stage, True)), (0, 0))
             rows: tuple[list[IntArray], list[IntArray]] = ([], [])
             for option in _options(tables, layout, unit, places, home):
                 assert isinstance(option.key, tuple)
                 for which in (0, 1):
                     holds = unit_holds(unit, option.key[0], places, tables.training, tables.cluster)
-                    line = _visit_bytes(
-                        holds, slots.visits[which], slots.lengths[which], _value(holds, Position(-1, 0))
+                    line = visit_bytes(
+                        holds, slots.visits[which], slots.lengths[which], value_at(holds, Position(-1, 0))
                     )
                     rows[which].append(np.stack([line, np.zeros_like(line)], axis=1))
             guests.append(Guest(stage, number, tuple(rows[0]), tuple(rows[1])))
     return guests
 
 
-def _flags(layout: Layout, index: int, slots: _Slots) -> list[tuple[IntArray, IntArray, IntArray]]:
-    """For both visits: the slots with the next stage's gather, those of its issue, and those with a reduction."""
-    issues: list[list[Position]] = [[], []]
-    reduced: list[Position] = []
-    for places in layout.places:
-        for which, (issue, enter) in enumerate(
-            ((places.issue, places.enter), (places.issue_again, places.enter_again))
-        ):
-            if issue is not None and enter is not None and issue.visit <= slots.visits[which] < enter.visit:
-                issues[which].append(issue)
-        left = places.leave_again
-        if left is not None and left.visit < slots.visits[1] <= places.reduced.visit:
-            reduced.append(places.reduced)
-    flags = []
-    for which, length in enumerate(slots.lengths):
-        tail, issue, head = (np.zeros(length, dtype=np.int64) for _ in range(3))
-        for position in issues[which]:
-            inside = position.visit == slots.visits[which]
-            tail[position.slot if inside else 0 :] = 1
-            if inside:
-                issue[position.slot] = 1
-        if which == 1:
-            for position in reduced:
-                head[: position.slot if position.visit == slots.visits[1] else length] = 1
-        flags.append((tail, issue, head))
-    return flags
-
-
-@dataclass(frozen=True)
-class _SlotGroups:
-    """Slots that differ in nothing but their activations are one row, at their highest."""
-
-    first: IntArray  # one slot of every group
-    member: IntArray  # the group of every slot
-    tail: IntArray
-    issue: IntArray
-    head: IntArray
-    features: IntArray
-
-    @staticmethod
-    def of(
-        options: Sequence[Sequence[UnitOption]],
-        guests: Sequence[Guest],
-        which: int,
-        flags: tuple[IntArray, IntArray, IntArray],
-    ) -> _SlotGroups:
-        columns = [option.backward if which else option.forward for unit in options for option in unit]
-        columns += [rows for guest in guests for rows in (guest.backward if which else guest.forward)]
-        features = np.concatenate([*columns, *(flag[:, None] for flag in flags)], axis=1)
-        _, first, member = np.unique(features, axis=0, return_index=True, return_inverse=True)
-        tail, issue, head = (flag[first] for flag in flags)
-        return _SlotGroups(first, member.reshape(-1), tail, issue, head, features[first])
-
-    def rows(self, activations: IntArray) -> tuple[Rows, IntArray]:
-        """The rows at given activations, without those that another row exceeds in everything; and which they are."""
-        highest = np.full(len(self.first), np.iinfo(np.int64).min)
-        np.maximum.at(highest, self.member, activations)
-        full = np.concatenate([highest[:, None], self.features], axis=1)
-        kept: list[int] = []
-        for index in np.argsort(-full.sum(axis=1, dtype=np.float64), kind="stable"):
-            if not any((full[other] >= full[index]).all() for other in kept):
-                kept.append(int(index))
-        chosen = np.array(kept, dtype=np.int64)
-        flags = [flag[chosen].astype(bool) for flag in (self.tail, self.issue, self.head)]
-        return Rows(highest[chosen], *flags), chosen
-
-
-def _regrouped(option: UnitOption, groups: Sequence[_SlotGroups]) -> UnitOption:
+def _regrouped(option: UnitOption, groups: Sequence[SlotGroups]) -> UnitOption:
     return replace(option, forward=option.forward[groups[0].first], backward=option.backward[groups[1].first])
