@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from osdp.baselines import baselines
-from osdp.cluster import Cluster, format_bytes, parse_bytes
+from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout
 from osdp.cost.tables import Grain, Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import Option
-from osdp.errors import DoesNotFit, UsageError
+from osdp.errors import UsageError
 from osdp.fit import nothing_fits
 from osdp.model.graph import ModelGraph
 from osdp.planfile import (
@@ -246,4 +246,4 @@ def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
     )
 
 
-__all__ = ["DoesNotFit", "Progress", "format_bytes", "plan", "plan_graph", "plan_units", "read_pins", "resolve"]
+__all__ = ["Progress", "plan", "plan_graph", "plan_units", "read_pins", "resolve"]
