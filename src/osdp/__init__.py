@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from osdp.errors import DoesNotFit, OsdpError, UsageError
     from osdp.model.capture import capture
     from osdp.planfile import Plan
+    from osdp.runtime.accumulate import accumulate
     from osdp.runtime.apply import parallelize
+    from osdp.runtime.clip import clip_grad_norm_
+    from osdp.runtime.initialize import initialize
 
 __version__ = "0.1.0"
 
@@ -28,7 +31,10 @@ __all__ = [
     "Plan",
     "UsageError",
     "__version__",
+    "accumulate",
     "capture",
+    "clip_grad_norm_",
+    "initialize",
     "parallelize",
     "plan",
 ]
@@ -39,7 +45,10 @@ _HOME = {
     "OsdpError": "osdp.errors",
     "Plan": "osdp.planfile",
     "UsageError": "osdp.errors",
+    "accumulate": "osdp.runtime.accumulate",
     "capture": "osdp.model.capture",
+    "clip_grad_norm_": "osdp.runtime.clip",
+    "initialize": "osdp.runtime.initialize",
     "parallelize": "osdp.runtime.apply",
     "plan": "osdp.api",
 }

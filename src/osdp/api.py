@@ -73,20 +73,25 @@ def plan(
 
     `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
     micro-batch of a device, `global_batch` the samples of a step over all of them. `pin` holds units to modes by name
-    pattern, `modes` restricts all. Raises `DoesNotFit` with the smallest peak and what would help.
+    pattern, `modes` restricts all. Raises `DoesNotFit` with the smallest peak and what would help. Where a process group
+    runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
+    from osdp.runtime.agree import planned_by_rank_0
 
     training = Training.of(precision, optimizer, reduce_dtype)
     report = progress or (lambda _: None)
-    report(Progress("capture", 0, 0, 1, 0.0))
-    graph = capture(
-        model, example_inputs, loss=loss, name=name, compute_dtype=training.precision.compute_dtype, seq_len=seq_len
-    )
     rules = Rules(modes=tuple(modes or MODES), split=split, recompute=recompute, pins=read_pins(pin) or None)
-    return plan_graph(
-        graph, resolve(cluster, memory), training, rules, batch=batch, global_batch=global_batch, progress=report
-    )
+    devices = resolve(cluster, memory)
+
+    def make() -> Plan:
+        report(Progress("capture", 0, 0, 1, 0.0))
+        graph = capture(
+            model, example_inputs, loss=loss, name=name, compute_dtype=training.precision.compute_dtype, seq_len=seq_len
+        )
+        return plan_graph(graph, devices, training, rules, batch=batch, global_batch=global_batch, progress=report)
+
+    return planned_by_rank_0(make)
 
 
 def resolve(cluster: Cluster | str, memory: str | int | None) -> Cluster:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 class OsdpError(Exception):
@@ -45,3 +47,6 @@ class DoesNotFit(OsdpError):
         self.peak_at = peak_at
         self.memory_parts = memory_parts
         self.remedies = remedies
+
+    def __reduce__(self) -> tuple[Any, ...]:  # ranks send it to each other
+        return partial(DoesNotFit, **self.__dict__), self.args

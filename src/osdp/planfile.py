@@ -6,12 +6,13 @@ A plan file is data: reading one runs no code, and every field is checked.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,6 +128,12 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         plain = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {**plain, "cluster": {"word": self.cluster.word, **self.cluster.to_dict()}}
+
+    @property
+    def digest(self) -> str:
+        """Equal for plans that run alike, whatever was predicted of them: ranks compare it before they run one."""
+        run = replace(self, predicted=None, certificate=None, baselines=()).to_dict()  # type: ignore[arg-type]
+        return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan, all of it or nothing: the file is replaced in one step."""

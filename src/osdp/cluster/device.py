@@ -42,6 +42,11 @@ class Device:
     note: str = ""
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks are processes on processors, joined by gloo: no streams, and no memory but the machine's."""
+        return self.name.upper().startswith("CPU")
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops", dict(self.peak_flops))
         object.__setattr__(self, "source", dict(self.source))

@@ -80,7 +80,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(last, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight
-        self._initialise()
+        self.apply(self._init_weights)
 
     @staticmethod
     def _depth(config: GPTConfig) -> list[nn.Module]:
@@ -93,15 +93,15 @@ class GPT(nn.Module):
             before = width
         return modules
 
-    def _initialise(self) -> None:
+    def _init_weights(self, module: nn.Module) -> None:
         # Residual branches start smaller with depth, as in GPT-2, so that their sum keeps its variance.
-        residual = 0.02 / (2 * sum(self.config.layers)) ** 0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
-                branch_end = name.endswith(("proj.weight", "fc2.weight"))
-                nn.init.normal_(parameter, std=residual if branch_end else 0.02)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            ends_branch = any(module in (block.proj, block.fc2) for block in self.blocks if isinstance(block, Block))
+            nn.init.normal_(module.weight, std=0.02 / (2 * sum(self.config.layers)) ** 0.5 if ends_branch else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))

@@ -2,77 +2,141 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from osdp._torch.fsdp import compute_in_place, param_groups, shared_post_forward_meshes
 from osdp.errors import UsageError
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
+from osdp.planfile import REPLICATE, Plan, PlanUnit, backward_order
+from osdp.runtime.agree import check_model, check_ranks
+from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
+from osdp.runtime.courier import Courier, Reductions
+from osdp.runtime.meshes import Meshes
+from osdp.runtime.split import split_operators
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCTIONS_UNDER_WAY = 2  # on the carried engine: their buffers are priced
 
 
-class Meshes:
-    """The device meshes of a plan, each built once and shared by all units."""
+@dataclass(frozen=True)
+class Piece:
+    """What one `fully_shard` is applied to: the modules of a unit, or one slice of it."""
 
-    def __init__(self, device_type: str, nodes: int, devices_per_node: int) -> None:
-        self.device_type, self.nodes, self.devices_per_node = device_type, nodes, devices_per_node
-
-    @functools.cached_property
-    def world(self) -> DeviceMesh:
-        return init_device_mesh(self.device_type, (self.nodes * self.devices_per_node,))
-
-    @functools.cached_property
-    def node(self) -> DeviceMesh:
-        shape = (self.nodes, self.devices_per_node)
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=("across", "node"))
-
-    @functools.cached_property
-    def replicas(self) -> DeviceMesh:
-        shape = (self.nodes * self.devices_per_node, 1)
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicas", "alone"))
-
-    def of(self, mode: str) -> DeviceMesh:
-        if mode == REPLICATE:
-            return self.replicas
-        return self.node if mode in (KEEP_IN_NODE, FREE_IN_NODE) else self.world
-
-    def after_forward(self, mode: str) -> bool | int:
-        """FSDP2's `reshard_after_forward`. A replica's compute copy is freed: making it again costs no traffic."""
-        if mode == FREE_TO_NODE:
-            return self.devices_per_node
-        return mode in (FREE, FREE_IN_NODE, REPLICATE)
+    unit: PlanUnit
+    mode: str
+    modules: tuple[nn.Module, ...]
+    depth: int
 
 
-def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu") -> nn.Module:
-    """Applies a plan to the model it was made for, in place. Call it on every rank, before the optimizer is made."""
+@dataclass(frozen=True)
+class Applied:
+    """What is known of a model to which a plan was applied."""
+
+    plan: Plan
+    pieces: tuple[Piece, ...]
+    template: nn.Module | None  # the model as it was, where it was on the meta device
+
+
+_applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+
+
+def applied_to(model: nn.Module) -> Applied:
+    """The plan that a model runs, and its pieces."""
+    if model not in _applied:
+        raise UsageError(f"this {type(model).__name__} runs no plan; call osdp.parallelize(model, plan) first")
+    return _applied[model]
+
+
+def template_of(model: nn.Module) -> nn.Module:
+    """The model as it was before a plan was applied, on the meta device."""
+    applied = _applied.get(model)
+    template = copy.deepcopy(model) if applied is None else applied.template
+    if template is None:
+        raise UsageError("the model had weights when it was parallelized; build it under torch.device('meta') instead")
+    return template
+
+
+def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carried: bool | None = None) -> nn.Module:
+    """Applies a plan to the model it was made for, in place. Call it on every rank, before the optimizer is made.
+
+    `carried` chooses the engine of [Note: Engines]; by default gloo is carried, and every other backend is not.
+    """
+    if carried is None:
+        carried = dist.get_backend() == dist.Backend.GLOO
+    check_ranks(plan)
+    check_model(model, plan)
+    meshes = Meshes(device_type, plan.cluster.nodes, plan.cluster.devices_per_node, carried=carried)
+    template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
-    split = next((unit.name for unit in plan.units if unit.splits > 1), None)
-    if split is not None:
-        raise UsageError(f"{split} is split, which this version plans but does not run yet; plan with --no-split")
-    for name in (name for unit in plan.units for name in unit.modules):
-        if name not in modules:
-            raise UsageError(f"the plan has a unit for {name!r}, which the model lacks; plan this model again")
+    _recompute(plan, modules)
+    pieces = _pieces(model, plan, modules)
+    _shard(model, plan, pieces, meshes)
+    for piece in pieces:
+        if carried and piece.mode == REPLICATE:
+            for group in param_groups(piece.modules[0]):
+                compute_in_place(group)
+    if carried:
+        _carry(pieces, meshes)
+    _prefetch(plan, pieces)
+    _applied[model] = Applied(plan, tuple(pieces), template)
+    return model
+
+
+def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
+    if plan.precision == "bf16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[plan.reduce_dtype])
+    return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
+
+
+def _recompute(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
     for block in sorted({unit.block for unit in plan.units if unit.recompute and unit.block}):
         module = modules[block]
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
-    meshes = Meshes(device_type, plan.cluster.nodes, plan.cluster.devices_per_node)
+
+
+def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> list[Piece]:
+    """Units in the plan's order, and split ones slice by slice: those in the unit's mode first."""
+    slices = split_operators(model, {unit.name: unit.splits for unit in plan.units if unit.splits > 1})
+    pieces = []
+    for unit in plan.units:
+        depth = max(map(_depth, unit.modules))
+        if unit.splits == 1:
+            pieces.append(Piece(unit, unit.mode, tuple(modules[name] for name in unit.modules), depth))
+        for index, part in enumerate(slices.get(unit.name, ())):
+            mode = unit.mode if index < unit.sharded_splits else REPLICATE
+            pieces.append(Piece(unit, mode, (part,), depth + 1))
+    return pieces
+
+
+def _depth(name: str) -> int:
+    return len(name.split(".")) if name else 0
+
+
+def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes) -> None:
     policy = precision_policy(plan)
     tied = _tied_names(model)
-    for unit in sorted(plan.units, key=lambda unit: -max(map(_depth, unit.modules))):  # deeper units first
-        _shard(unit, [modules[name] for name in unit.modules], meshes, policy)
+    with shared_post_forward_meshes():
+        for piece in sorted(pieces, key=lambda piece: -piece.depth):  # deeper units first
+            fully_shard(
+                piece.modules[0] if len(piece.modules) == 1 else list(piece.modules),
+                mesh=meshes.of(piece.mode),
+                reshard_after_forward=meshes.after_forward(piece.mode),
+                mp_policy=policy,
+            )
     sharded = _tie_again(model, tied)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy, ignored_params=sharded)
-    _prefetch(plan, modules)
-    return model
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -94,29 +158,29 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
-    if plan.precision == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[plan.reduce_dtype])
-    return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
+def _carry(pieces: Sequence[Piece], meshes: Meshes) -> None:
+    """Gives every piece's collectives to one courier; see [Note: Engines]."""
+    courier = Courier(inline=dist.get_backend() == "fake")
+    reductions = Reductions(courier, limit=REDUCTIONS_UNDER_WAY)
+    for piece in pieces:
+        module, two_levels = _sharded(piece.modules[0]), True
+        for group in param_groups(piece.modules[0]):
+            if piece.mode == REPLICATE:
+                module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group))
+                continue
+            module.set_custom_all_gather(CarriedAllGather(courier, meshes.groups, two_levels=two_levels))
+            module.set_custom_reduce_scatter(
+                CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
+            )
 
 
-def _depth(name: str) -> int:
-    return len(name.split(".")) if name else 0
-
-
-def _shard(unit: PlanUnit, modules: Sequence[nn.Module], meshes: Meshes, policy: MixedPrecisionPolicy) -> None:
-    fully_shard(
-        modules[0] if len(modules) == 1 else list(modules),
-        mesh=meshes.of(unit.mode),
-        reshard_after_forward=meshes.after_forward(unit.mode),
-        mp_policy=policy,
-    )
-
-
-def _prefetch(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
-    """Every unit gathers the next one while it computes, in both directions."""
-    forward = [_sharded(modules[unit.name]) for unit in plan.units]
-    backward = [_sharded(modules[unit.name]) for unit in backward_order(plan.units)]
+def _prefetch(plan: Plan, pieces: Sequence[Piece]) -> None:
+    """Every piece gathers the next one while it computes, in both directions."""
+    by_unit: dict[str, list[FSDPModule]] = {}
+    for piece in pieces:
+        by_unit.setdefault(piece.unit.name, []).append(_sharded(piece.modules[0]))
+    forward = [module for unit in plan.units for module in by_unit[unit.name]]
+    backward = [module for unit in backward_order(plan.units) for module in reversed(by_unit[unit.name])]
     for module in forward:
         module._set_unshard_async_op(True)
     for now, following in itertools.pairwise(forward):

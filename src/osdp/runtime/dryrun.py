@@ -48,7 +48,8 @@ def dry_run(
             model = build()
         with mode:
             model = fake_copy(model, torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32)
-        parallelize(model, plan)  # outside the mode: device meshes hold real tensors
+        # outside the mode: device meshes hold real tensors
+        parallelize(model, plan, carried=False)
         with mode:
             return _second_step(model, inputs, plan, loss, watched, optimizer)
 

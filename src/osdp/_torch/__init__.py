@@ -1,8 +1,11 @@
-"""The only place that imports torch's underscored modules: what breaks with a new torch breaks here."""
+"""The only place that imports torch's underscored modules: what breaks with a new torch breaks here.
+
+`fsdp` is a module of its own, because planning does without it and it takes half a second to load.
+"""
 
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -14,4 +17,4 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "fake_store", "tree_leaves", "tree_map_only"]
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "fake_store", "tree_leaves", "tree_map_only"]

@@ -1,0 +1,192 @@
+"""What a plan's runtime takes beside DDP and plain FSDP2, on real ranks that a slow network joins.
+
+Runs every way to train in turn, several rounds of each in the same processes, on a simulated cluster (root needed):
+
+    python -m benchmarks.bench_runtime --hosts 4 --across 500mbit
+
+The limit of a way is the longer of its compute alone and its bytes at the link's rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from benchmarks.cluster import SimulatedCluster, bits_per_second, first_failure
+from benchmarks.cluster.ranks import Start
+from benchmarks.common import Row, deliver, met, parser
+
+ALONE, DDP, FSDP2 = "compute alone", "DDP", "FSDP2"
+MODES = ("replicate", "keep", "free")
+WAYS = (ALONE, DDP, FSDP2, *MODES)
+TRAFFIC = {ALONE: 0, DDP: 2, FSDP2: 3, "replicate": 2, "keep": 2, "free": 3}  # in units of parameters * (N-1)/N
+
+
+def arguments() -> ArgumentParser:
+    made = parser(__doc__)
+    made.add_argument("--hosts", type=int, default=4)
+    made.add_argument("--ranks-per-host", type=int, default=1)
+    made.add_argument("--across", default="500mbit", help="each host's link (default %(default)s)")
+    made.add_argument("--layers", type=int, default=24)
+    made.add_argument("--width", type=int, default=256)
+    made.add_argument("--vocab", type=int, default=512)
+    made.add_argument("--seq-len", type=int, default=64)
+    made.add_argument("--batch", type=int, default=2, help="samples a rank (default %(default)s)")
+    made.add_argument("--steps", type=int, default=3, help="steps of a round (default %(default)s)")
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
+    made.add_argument("--worker", action="store_true", help="run as one rank; the benchmark starts these itself")
+    return made
+
+
+def main() -> int:
+    args = arguments().parse_args()
+    if args.worker:
+        return work(args)
+    given = [word for word in sys.argv[1:] if word != "--json"]
+    with SimulatedCluster(hosts=args.hosts, ranks_per_host=args.ranks_per_host, across=args.across) as cluster:
+        command = [sys.executable, "-m", "benchmarks.bench_runtime", "--worker", *given]
+        results = cluster.run(command, timeout=900, on_line=_show)
+    failed = first_failure(results)
+    if failed is not None:
+        print(f"rank {failed.rank} failed:\n{failed.stderr}", file=sys.stderr)
+        return 1
+    measured = json.loads(results[0].stdout.splitlines()[-1])
+    title = f"{args.hosts} hosts of {args.ranks_per_host}, {args.across}, {measured.pop('model')}"
+    deliver({title: table(measured, args)}, as_json=args.json)
+    return 0
+
+
+def _show(start: Start, stream: str, line: str) -> None:
+    if start.rank == 0 and line.startswith("round"):
+        print(line.rstrip(), file=sys.stderr, flush=True)
+
+
+def table(measured: dict[str, dict[str, Any]], args: Namespace) -> list[Row]:
+    ranks = args.hosts * args.ranks_per_host
+    rate = bits_per_second(args.across) / 8
+    rows: list[Row] = []
+    alone = measured[ALONE]["seconds"] if ALONE in measured else 0.0
+    for way, figures in measured.items():
+        wire = TRAFFIC[way] * figures["parameters"] * 4 * (ranks - 1) / ranks
+        limit = max(alone, wire / rate)
+        against = FSDP2 if way == "free" else DDP
+        row: Row = {"way": way, "s/step": figures["seconds"], "limit s": limit}
+        row["limit/measured"] = limit / figures["seconds"]
+        row["peak MB"] = figures["peak"] / 1e6
+        if way in MODES and against in measured:
+            row["against"] = against
+            row["speed x"] = measured[against]["seconds"] / figures["seconds"]
+            row["peak x"] = figures["peak"] / measured[against]["peak"]
+            row["target x"] = {"replicate": 0.95, "keep": 1.0, "free": 1.3}[way]
+            row[""] = met(row["speed x"], row["target x"], least=True)
+        rows.append(row)
+    return rows
+
+
+def work(args: Namespace) -> int:
+    """One rank: every way, round by round."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    steps = {way: _trainer(way, args) for way in args.ways.split(",")}
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for step, _ in steps.values():
+        step()
+        step()
+    for number in range(args.rounds):
+        for way, (step, _) in steps.items():
+            dist.barrier()
+            began = perf_counter()
+            for _ in range(args.steps):
+                step()
+            dist.barrier()
+            seconds[way].append((perf_counter() - began) / args.steps)
+        if dist.get_rank() == 0:
+            now = {way: round(each[-1], 3) for way, each in seconds.items()}
+            print(f"round {number + 1} of {args.rounds}: {now}", flush=True)
+    from benchmarks.allocator import peak_above_start
+
+    figures: dict[str, Any] = {"model": f"{args.layers} x {args.width} GPT, batch {args.batch} x {args.seq_len}"}
+    for way, (step, held) in steps.items():
+        peak = held() + peak_above_start(step)
+        parameters = _parameters(args)
+        figures[way] = {"seconds": statistics.median(seconds[way]), "peak": peak, "parameters": parameters}
+    if dist.get_rank() == 0:
+        print(json.dumps(figures), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _model(args: Namespace) -> Any:
+    import torch
+
+    from osdp.model.gpt import GPT, GPTConfig
+
+    torch.manual_seed(0)
+    return GPT(GPTConfig(args.vocab, args.seq_len, (args.layers,), (args.width,), tied=False))
+
+
+def _parameters(args: Namespace) -> int:
+    return sum(parameter.numel() for parameter in _model(args).parameters())
+
+
+def _trainer(way: str, args: Namespace) -> tuple[Callable[[], None], Callable[[], int]]:
+    """A training step in one of the ways, and the bytes that it holds between steps."""
+    import torch
+    from torch import nn
+
+    from benchmarks.allocator import held_bytes
+
+    model: nn.Module = _model(args)
+    if way == DDP:
+        model = nn.parallel.DistributedDataParallel(model)
+    elif way == FSDP2:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    elif way in MODES:
+        import osdp
+
+        tokens = torch.zeros(args.batch, args.seq_len, dtype=torch.long)
+        cluster = osdp.Cluster.of("CPU", nodes=args.hosts, devices_per_node=args.ranks_per_host)
+        plan = osdp.plan(
+            _model(args).to("meta"),
+            (tokens, tokens),
+            cluster,
+            precision="fp32",
+            batch=args.batch,
+            modes=[way],
+            split=False,
+            recompute=False,
+        )
+        model = osdp.parallelize(model, plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    tokens = torch.randint(args.vocab, (args.batch, args.seq_len + 1), generator=generator)
+
+    def step() -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def held() -> int:
+        states = (t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t))
+        return held_bytes([*model.parameters(), *model.buffers(), *states])
+
+    return step, held
+
+
+if __name__ == "__main__":
+    sys.exit(main())

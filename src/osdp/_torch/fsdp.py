@@ -1,0 +1,90 @@
+"""What we need of FSDP2 beyond its public names."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+__all__ = [
+    "AllGather",
+    "FSDPModule",
+    "FSDPParamGroup",
+    "ReduceScatter",
+    "compute_in_place",
+    "param_groups",
+    "shared_post_forward_meshes",
+]
+
+
+def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
+    """What FSDP2 gathers together for a module: one group, or none where deeper units hold all of its parameters."""
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def compute_in_place(group: FSDPParamGroup) -> None:
+    """Lets a group that is sharded over one rank compute with the parameters it holds, where no cast is needed."""
+    for param in group.fsdp_params:
+        param.__class__ = _InPlaceParam
+
+
+class _InPlaceParam(FSDPParam):
+    """A parameter whose gathered copy is the parameter itself: stock FSDP2 would make and hold a second one."""
+
+    @property
+    def _in_place(self) -> bool:
+        data = self._sharded_param_data
+        return self.param_dtype is None and data.untyped_storage().nbytes() == data.numel() * data.itemsize
+
+    def init_all_gather_outputs(
+        self,
+        all_gather_input_numels: list[int],
+        all_gather_input_dtypes: list[torch.dtype],
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        if not self._in_place:
+            super().init_all_gather_outputs(all_gather_input_numels, all_gather_input_dtypes, world_size, device)
+        elif not self._holds(self._sharded_param_data):
+            self.all_gather_outputs = [self._sharded_param_data]
+            if hasattr(self, "_unsharded_param"):
+                del self._unsharded_param  # it names the data that was there before the parameters were replaced
+
+    def _holds(self, data: Tensor) -> bool:
+        return bool(self.all_gather_outputs) and self.all_gather_outputs[0] is data
+
+    def free_unsharded_param(self) -> None:
+        if not (self._in_place and self._holds(self._sharded_param_data)):
+            super().free_unsharded_param()
+
+
+@contextlib.contextmanager
+def shared_post_forward_meshes() -> Iterator[None]:
+    """Within it, `fully_shard` builds one mesh for all units that are sharded anew after forward, not one for each."""
+    original = _fully_shard._get_post_forward_mesh_info
+
+    @functools.cache
+    def shared(reshard_after_forward: int, mesh: DeviceMesh) -> FSDPMeshInfo | None:
+        return original(reshard_after_forward, FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+    def post_forward(reshard_after_forward: bool | int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        if isinstance(reshard_after_forward, bool) or reshard_after_forward == mesh_info.shard_mesh_size:
+            return original(reshard_after_forward, mesh_info)
+        return shared(reshard_after_forward, mesh_info.mesh)
+
+    _fully_shard._get_post_forward_mesh_info = post_forward
+    try:
+        yield
+    finally:
+        _fully_shard._get_post_forward_mesh_info = original

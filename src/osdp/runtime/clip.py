@@ -1,0 +1,47 @@
+"""Gradient clipping over units that are held in different ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clips the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does in a single process.
+
+    Gradients may be sharded over the world, over a node, or not at all. One all-reduce of a single number adds up
+    every rank's part; what R ranks hold alike counts 1/R on each. Returns the norm before clipping, equal on all ranks.
+    """
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in local if g.numel()])
+    if math.isinf(norm_type):
+        total, reduce = norms.max(), dist.ReduceOp.MAX
+    else:
+        shares = [_shards(grad) / ranks for grad, own in zip(grads, local, strict=True) if own.numel()]
+        total, reduce = (norms**norm_type * norms.new_tensor(shares)).sum(), dist.ReduceOp.SUM
+    if ranks > 1:
+        dist.all_reduce(total, reduce)
+    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(local[0].dtype))
+    return norm.to(local[0].dtype)
+
+
+def _shards(grad: Tensor) -> int:
+    """How many ranks share one copy of a gradient."""
+    if not isinstance(grad, DTensor):
+        return 1
+    sizes = (
+        size for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True) if placement.is_shard()
+    )
+    return math.prod(sizes)

@@ -1,0 +1,158 @@
+"""The collectives of a plan on a backend without streams: FSDP2's custom communication, carried by a courier.
+
+[Note: Reduce-scatter]
+gloo's own reduce-scatter sends as much as an all-reduce, twice what it must. Here every rank sends each other rank its
+part (all-to-all) and adds up what it receives: the traffic of a reduce-scatter, for one more buffer.
+
+[Note: Two levels]
+Rank r = node * D + d holds part r. To gather over both levels, ranks with the same d exchange their parts across nodes
+(a column), then each node gathers every column's part of one node at a time, which puts the parts in their order with
+no copy. To reduce-scatter over both levels the same is done backwards. The network then carries each byte to each node
+once, where a flat all-to-all carries it once for each device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceScatter
+from osdp.runtime.courier import Courier, Delivery, Reductions
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The courier's own process groups: all ranks, those of this node, and those at this place in every node."""
+
+    world: dist.ProcessGroup
+    node: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+    @property
+    def two_levels(self) -> bool:
+        return self.node.size() > 1 and self.across.size() > 1
+
+    def like(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The courier's own group with the ranks of another one."""
+        ranks = dist.get_process_group_ranks(group)
+        return next(own for own in (self.world, self.node) if dist.get_process_group_ranks(own) == ranks)
+
+
+class _Allocates:
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CarriedAllGather(_Allocates, AllGather):
+    """An all-gather by courier, flat or over two levels."""
+
+    def __init__(self, courier: Courier, groups: Groups, *, two_levels: bool) -> None:
+        self._courier, self._groups, self._two_levels = courier, groups, two_levels
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Delivery | None:
+        own = self._groups.like(group)
+        if self._two_levels and own is self._groups.world and self._groups.two_levels:
+            column = input_tensor.new_empty(self._groups.across.size() * input_tensor.numel())
+            job = partial(_gather_two_levels, output_tensor, input_tensor, column, self._groups)
+            delivery = self._courier.send(job, output_tensor, column)
+        else:
+            job = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, own)
+            delivery = self._courier.send(job, output_tensor)
+        if async_op:
+            return delivery
+        delivery.wait()
+        return None
+
+
+class CarriedReduceScatter(_Allocates, ReduceScatter):
+    """A mean over all ranks by courier: scattered over the world, or in the node and then all-reduced across nodes."""
+
+    def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, *, two_levels: bool) -> None:
+        self._reductions, self._groups, self._unit, self._two_levels = reductions, groups, unit, two_levels
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._reductions.make_room()
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        own, received = self._groups.like(group), torch.empty_like(input_tensor)
+        if own is self._groups.node and self._groups.two_levels:
+            job, held = partial(_reduce_in_node, output_tensor, input_tensor, received, self._groups), (received,)
+        elif self._two_levels and self._groups.two_levels:
+            column = input_tensor.new_empty(self._groups.across.size() * output_tensor.numel())
+            job = partial(_scatter_two_levels, output_tensor, input_tensor, received, column, self._groups)
+            held = (received, column)
+        else:
+            job, held = partial(_scatter_and_average, output_tensor, input_tensor, received, own), (received,)
+        wait = _is_cast(output_tensor, self._unit)
+        self._reductions.start(job, _parameters(self._unit), input_tensor, *held, wait=wait)
+
+
+class CarriedAllReduce:
+    """FSDP2's hook after a reduction: the mean of a replicated unit's gradients over all ranks, by courier."""
+
+    def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup) -> None:
+        self._reductions, self._groups, self._unit = reductions, groups, unit
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._reductions.make_room()
+        job = partial(_average, gradient, self._groups.world, self._groups.world.size())
+        self._reductions.start(job, _parameters(self._unit), wait=_is_cast(gradient, self._unit))
+
+
+def _parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
+    return [param.sharded_param for param in unit.fsdp_params]
+
+
+def _is_cast(reduced: Tensor, unit: FSDPParamGroup) -> bool:
+    """Whether FSDP2 casts the reduction's result at once, so that it must be there."""
+    return reduced.dtype != unit._orig_dtype
+
+
+def _gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
+    dist.all_gather_into_tensor(column, part, groups.across)
+    nodes = groups.across.size()
+    for whole, own in zip(output.chunk(nodes), column.chunk(nodes), strict=True):
+        dist.all_gather_into_tensor(whole, own, groups.node)
+
+
+def _scatter(output: Tensor, whole: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
+    """See [Note: Reduce-scatter]."""
+    dist.all_to_all_single(received, whole, group=group)
+    torch.sum(received.view(group.size(), -1), 0, out=output)
+
+
+def _scatter_and_average(output: Tensor, whole: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
+    _scatter(output, whole, received, group)
+    output.div_(group.size())
+
+
+def _reduce_in_node(output: Tensor, whole: Tensor, received: Tensor, groups: Groups) -> None:
+    _scatter(output, whole, received, groups.node)
+    _average(output, groups.across, groups.world.size())
+
+
+def _scatter_two_levels(output: Tensor, whole: Tensor, received: Tensor, column: Tensor, groups: Groups) -> None:
+    nodes = groups.across.size()
+    for part, arrived, own in zip(whole.chunk(nodes), received.chunk(nodes), column.chunk(nodes), strict=True):
+        _scatter(own, part, arrived, groups.node)
+    _scatter(output, column, received[: column.numel()], groups.across)
+    output.div_(groups.world.size())
+
+
+def _average(tensor: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+    dist.all_reduce(tensor, group=group)
+    tensor.div_(ranks)

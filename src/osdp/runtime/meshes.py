@@ -1,0 +1,66 @@
+"""The device meshes and process groups of a plan, each built once and shared by all units.
+
+[Note: Engines]
+On a backend with streams (NCCL), FSDP2's own communication overlaps compute: the stock engine leaves it alone, and
+shards within the node on a two-dimensional mesh. On gloo, FSDP2 waits for every collective: the carried engine gives
+collectives to a courier instead (see [Note: Courier]), and shards on the mesh of the node alone, because FSDP2 would
+run the all-reduce of a two-dimensional mesh itself, and wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+from osdp.runtime.collectives import Groups
+
+
+class Meshes:
+    """Meshes by mode; `carried` as in [Note: Engines]."""
+
+    def __init__(self, device_type: str, nodes: int, devices_per_node: int, *, carried: bool) -> None:
+        self.device_type, self.nodes, self.devices_per_node, self.carried = (
+            device_type,
+            nodes,
+            devices_per_node,
+            carried,
+        )
+
+    @functools.cached_property
+    def world(self) -> DeviceMesh:
+        return init_device_mesh(self.device_type, (self.nodes * self.devices_per_node,))
+
+    @functools.cached_property
+    def node(self) -> DeviceMesh:
+        shape = (self.nodes, self.devices_per_node)
+        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("across", "node"))
+        return mesh["node"] if self.carried else mesh
+
+    @functools.cached_property
+    def replicas(self) -> DeviceMesh:
+        shape = (self.nodes * self.devices_per_node, 1)
+        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("replicas", "alone"))
+        return mesh["alone"] if self.carried else mesh
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """New process groups, which only the courier uses."""
+        ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
+        node, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        return Groups(dist.new_group(ranks.flatten().tolist()), node, across)
+
+    def of(self, mode: str) -> DeviceMesh:
+        if mode == REPLICATE:
+            return self.replicas
+        return self.node if mode in (KEEP_IN_NODE, FREE_IN_NODE) else self.world
+
+    def after_forward(self, mode: str) -> bool | int:
+        """FSDP2's `reshard_after_forward`. A replica's compute copy is freed: making it again costs no traffic."""
+        if mode == FREE_TO_NODE:
+            return self.devices_per_node
+        return mode in (FREE, FREE_IN_NODE, REPLICATE)
