@@ -66,32 +66,34 @@ class Scaled:
         self.parameters = width**2 * float(random.uniform(0.9, 1.1))
         self.activations = width * float(random.uniform(0.9, 1.1))
         self.compute = width**2 * float(random.uniform(0.9, 1.1))
+        self.known: dict[object, UnitOption] = {}  # options but for their rows, which alone depend on the batch size
 
     @staticmethod
     def nbytes(value: int, factor: float) -> int:
         return round(value * factor / ALIGNMENT) * ALIGNMENT
 
     def rows(self, rows: Rows) -> Rows:
-        scaled = [self.nbytes(int(value), self.activations) for value in rows.activations]
-        return replace(rows, activations=np.array(scaled, dtype=np.int64))
+        scaled = (rows.activations * self.activations / ALIGNMENT).round().astype(np.int64) * ALIGNMENT
+        return replace(rows, activations=scaled)
 
-    def option(self, option: UnitOption) -> UnitOption:
-        changed: dict[str, object] = {}
-        for name in (field.name for field in fields(option)):
-            value = getattr(option, name)
-            if isinstance(value, Amount):
-                changed[name] = Amount(self.nbytes(value.base, self.parameters))
-            elif isinstance(value, Seconds):
-                changed[name] = Seconds(value.base * self.parameters)
-        for name in ("forward", "backward"):
-            table = getattr(option, name) * self.parameters / ALIGNMENT
-            changed[name] = table.round().astype(np.int64) * ALIGNMENT
-        return replace(option, **changed)  # type: ignore[arg-type]
+    def option(self, option: UnitOption, key: object) -> UnitOption:
+        if key not in self.known:
+            changed: dict[str, object] = {}
+            for name in (field.name for field in fields(option)):
+                value = getattr(option, name)
+                if isinstance(value, Amount):
+                    changed[name] = Amount(self.nbytes(value.base, self.parameters))
+                elif isinstance(value, Seconds):
+                    changed[name] = Seconds(value.base * self.parameters)
+            self.known[key] = replace(option, **changed)  # type: ignore[arg-type]
+        tables = [getattr(option, name) * self.parameters / ALIGNMENT for name in ("forward", "backward")]
+        forward, backward = (table.round().astype(np.int64) * ALIGNMENT for table in tables)
+        return replace(self.known[key], forward=forward, backward=backward)
 
     def shape(self, shape: ShapeTable) -> ShapeTable:
         return replace(
             shape,
-            units=tuple(tuple(self.option(option) for option in unit) for unit in shape.units),
+            units=tuple(tuple(self.option(option, (shape.key, option.key)) for option in unit) for unit in shape.units),
             forward=self.rows(shape.forward),
             backward=self.rows(shape.backward),
             saved=self.nbytes(shape.saved, self.activations),

@@ -94,7 +94,7 @@ def _rank(sender: Connection, rank: int, world_size: int, store: str, payload: b
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # A Linear's output is a view of its matrix product; FSDP2 says that it must not be changed in place.
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor")
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     try:
         function, args = pickle.loads(payload)
         dist.init_process_group(

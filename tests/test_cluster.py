@@ -96,8 +96,8 @@ def test_limit_is_the_memory_without_the_reserve() -> None:
 
 def test_overlap_is_the_devices_unless_said() -> None:
     assert Cluster.of("A100-80GB").overlap
-    assert not Cluster.of("CPU").overlap
-    assert Cluster.of("CPU", overlap=True).overlap
+    assert Cluster.of("CPU").overlap
+    assert not Cluster.of("CPU", overlap=False).overlap
     assert not dataclasses.replace(Cluster.of("A100-80GB"), overlap=False).overlap
 
 

@@ -53,8 +53,9 @@ def test_bf16_without_units_runs_at_the_fp32_rate(one: Device) -> None:
         assert one.matmul_seconds(1e12, "bf16") == one.matmul_seconds(1e12, "fp32")
 
 
-def test_only_the_cpu_waits_for_its_collectives_and_reserves_nothing() -> None:
-    assert [each.name for each in devices() if not each.overlap] == ["CPU"]
+def test_every_device_overlaps_and_only_the_cpu_reserves_nothing() -> None:
+    assert all(each.overlap for each in devices())
+    assert [each.name for each in devices() if each.is_cpu] == ["CPU"]
     assert [each.name for each in devices() if each.reserve_fraction == 0] == ["CPU"]
 
 

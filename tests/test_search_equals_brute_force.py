@@ -1,4 +1,8 @@
-"""Claim: the search finds what trying every choice finds, on thousands of random small problems."""
+"""Claims: the search finds what trying every choice finds, on thousands of random small problems.
+
+Also where rows enter the program only once they are exceeded. When time is up it still gives a choice that fits, and a
+bound that no choice beats.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from random_problems import problems, random_problem
 
+from osdp.search import solve
+from osdp.search.batches import Candidate, search_batches
 from osdp.search.brute import brute_force, stage_choices
 from osdp.search.problem import Problem, evaluate
 from osdp.search.solve import relaxed_bound, solve_exactly
@@ -35,6 +41,37 @@ def test_search_equals_brute_force(problem: Problem) -> None:
     assert verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
     assert outcome.bound <= verdict.seconds * (1 + 1e-9)
     assert relaxed_bound(problem) <= verdict.seconds * (1 + 1e-7) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_rows_added_when_exceeded_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(seed)
+    if size(problem) > 1500:
+        return
+    monkeypatch.setattr(solve, "_MANY", 0)
+    monkeypatch.setattr(solve, "_AT_ONCE", 1)
+    expected, outcome = brute_force(problem), solve_exactly(problem)
+    assert (outcome.verdict is None) == (expected is None)
+    if expected is not None and outcome.verdict is not None:
+        assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+        assert relaxed_bound(problem) <= expected[1] * (1 + 1e-7) + 1e-9
+
+
+@pytest.mark.parametrize("many", [0, 40])
+def test_without_time_there_is_a_choice_and_an_honest_bound(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "_MANY", many)
+    fitting = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        expected = brute_force(problem) if size(problem) <= 1500 else None
+        if expected is None:
+            continue
+        found = search_batches([Candidate(seed, lambda *_, p=problem: p, 1, 1, 1)], seconds=0.0)
+        assert found is not None
+        assert found.verdict.peak <= problem.limit
+        assert found.bound <= expected[1] * (1 + 1e-9) <= found.seconds_per_sample * (1 + 2e-9)
+        fitting += 1
+    assert fitting > 15
 
 
 def test_random_problems_are_neither_all_hopeless_nor_all_idle() -> None:

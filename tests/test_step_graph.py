@@ -32,6 +32,7 @@ def built(
     recompute: bool = False,
     accumulation: int = 1,
     once: bool = False,
+    overlap: bool = True,
 ) -> StepGraph:
     graph = captured(model)
     shapes = Shapes(graph)
@@ -39,7 +40,7 @@ def built(
     layout = shapes.layout(chosen)
     options = [Option(modes[i % len(modes)], reduce_once=once) for i in range(len(layout.units))]
     training = replace(Training.of(), accumulation=accumulation)
-    return step_graph(layout, options, BATCH, training, Cluster.parse(cluster))
+    return step_graph(layout, options, BATCH, training, replace(Cluster.parse(cluster), overlap=overlap))
 
 
 def collectives(graph: StepGraph, unit: str) -> list[Node]:
@@ -117,7 +118,7 @@ def test_collectives_of_a_mode(mode: str, granularity: str, recompute: bool) -> 
         assert Counter(found) == Counter(TABLE[mode]), unit.name
 
 
-@pytest.mark.parametrize(("cluster", "nodes", "devices"), [("2x2xCPU", 2, 2), ("2x3xCPU", 2, 3), ("4x2xCPU", 4, 2)])
+@pytest.mark.parametrize(("cluster", "nodes", "devices"), [("2x2xL4", 2, 2), ("2x3xL4", 2, 3), ("4x2xCPU", 4, 2)])
 @pytest.mark.parametrize("mode", MODES)
 def test_bytes_of_the_collectives(mode: str, cluster: str, nodes: int, devices: int) -> None:
     graph = built(mode, cluster=cluster, model="gpt-uneven", granularity=OPERATORS)
@@ -129,6 +130,22 @@ def test_bytes_of_the_collectives(mode: str, cluster: str, nodes: int, devices: 
             across = node.kind == ALL_REDUCE and in_node
             elements = size // devices if across else size
             assert node.nbytes == elements * (COMPUTE_BYTES if node.kind == ALL_GATHER else REDUCE_BYTES), node
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (2, 3)])
+def test_on_two_levels_each_level_carries_its_part(nodes: int, devices: int) -> None:
+    graph = built(FREE, cluster=f"{nodes}x{devices}xCPU", model="gpt-uneven", granularity=OPERATORS)
+    assert graph.cluster.exchanges_on_two_levels
+    for index, unit in enumerate(graph.layout.units):
+        size = padded(graph, index, nodes * devices)
+        found = Counter((n.kind, n.group, n.nbytes) for n in collectives(graph, unit.name))
+        gathers, column, inside = 2, size // devices, size // nodes
+        assert found == {
+            (ALL_GATHER, "across", column * COMPUTE_BYTES): gathers,
+            (ALL_GATHER, "node", inside * COMPUTE_BYTES): gathers * nodes,
+            (REDUCE_SCATTER, "node", inside * REDUCE_BYTES): nodes,
+            (REDUCE_SCATTER, "across", column * REDUCE_BYTES): 1,
+        }
 
 
 def test_seconds_of_the_collectives_are_the_clusters() -> None:
@@ -152,7 +169,7 @@ def test_flops_are_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("modes", [(FREE,), (KEEP, REPLICATE), MODES])
 def test_without_overlap_a_step_is_the_sum_of_its_nodes(modes: tuple[str, ...]) -> None:
-    graph = built(*modes, cluster="2x2xCPU")
+    graph = built(*modes, cluster="2x2xCPU", overlap=False)
     time = graph.time()
     assert time.total == pytest.approx(sum(node.seconds for node in graph.nodes), rel=1e-12)
     assert time.hidden_communication == pytest.approx(0.0, abs=1e-15)
@@ -178,7 +195,7 @@ def test_with_overlap_every_phase_takes_its_longer_stream(modes: tuple[str, ...]
 
 @pytest.mark.parametrize("once", [False, True])
 def test_micro_batches_repeat_all_but_what_is_done_once(once: bool) -> None:
-    graph = built(KEEP, REPLICATE, cluster="2x2xCPU", accumulation=3, once=once)
+    graph = built(KEEP, REPLICATE, cluster="2x2xCPU", accumulation=3, once=once, overlap=False)
     times = [1 if n.once or n.kind == "optimizer" else 3 for n in graph.nodes]
     expected = sum(n.seconds * count for n, count in zip(graph.nodes, times, strict=True))
     assert graph.time().total == pytest.approx(expected, rel=1e-12)

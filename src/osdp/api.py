@@ -73,8 +73,8 @@ def plan(
 
     `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
     micro-batch of a device, `global_batch` the samples of a step over all of them. `pin` holds units to modes by name
-    pattern, `modes` restricts all. Raises `DoesNotFit` with the smallest peak and what would help. Where a process group
-    runs, call it on every rank: rank 0 plans, all get its plan.
+    pattern, `modes` restricts all. Raises `DoesNotFit` with the smallest peak and what would help. Where a process
+    group runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
     from osdp.runtime.agree import planned_by_rank_0

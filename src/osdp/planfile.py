@@ -27,6 +27,7 @@ FREE = "free"
 FREE_TO_NODE = "free_to_node"
 KEEP_IN_NODE = "keep_in_node"
 FREE_IN_NODE = "free_in_node"
+IN_NODE = (KEEP_IN_NODE, FREE_IN_NODE)
 MODES = (REPLICATE, KEEP, FREE, FREE_TO_NODE, KEEP_IN_NODE, FREE_IN_NODE)
 
 

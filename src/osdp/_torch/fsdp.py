@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -74,14 +73,15 @@ def shared_post_forward_meshes() -> Iterator[None]:
     """Within it, `fully_shard` builds one mesh for all units that are sharded anew after forward, not one for each."""
     original = _fully_shard._get_post_forward_mesh_info
 
-    @functools.cache
-    def shared(reshard_after_forward: int, mesh: DeviceMesh) -> FSDPMeshInfo | None:
-        return original(reshard_after_forward, FSDPMeshInfo(mesh, shard_mesh_dim=0))
+    made: dict[tuple[int, DeviceMesh], FSDPMeshInfo | None] = {}
 
     def post_forward(reshard_after_forward: bool | int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
         if isinstance(reshard_after_forward, bool) or reshard_after_forward == mesh_info.shard_mesh_size:
             return original(reshard_after_forward, mesh_info)
-        return shared(reshard_after_forward, mesh_info.mesh)
+        key = reshard_after_forward, mesh_info.mesh
+        if key not in made:
+            made[key] = original(reshard_after_forward, mesh_info)
+        return made[key]
 
     _fully_shard._get_post_forward_mesh_info = post_forward
     try:

@@ -228,9 +228,9 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
     chosen: list[Shape] = []
     for index, stage in enumerate(graph.stages):
         mine = {unit.name for unit in plan.units if stage.is_block and unit.block == stage.name}
-        again = any(unit.recompute for unit in plan.units if unit.block == stage.name)
+        again = any(unit.recompute for unit in plan.units if unit.block == stage.name or not stage.is_block)
         fitting = [s for s in shapes.of(index) if not stage.is_block or _names(shapes, index, s) == mine]
-        fitting = [s for s in fitting if s.recompute == again or not stage.is_block]
+        fitting = [s for s in fitting if s.recompute == again] or ([] if stage.is_block else fitting)
         if not fitting:
             raise UsageError(
                 f"the plan's units of {stage.name} ({', '.join(sorted(mine)) or 'none'}) "

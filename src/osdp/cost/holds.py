@@ -12,7 +12,12 @@ while one unit computes. The gather's buffer lives from there until the next uni
 
 [Note: Reduction]
 A unit's gradients are copied into the reduction's input when the unit is left in backward; the input lives until the
-next unit's reduction begins. The result, in the master's dtype, is the rank's gradient.
+next unit's reduction begins. The result, in the master's dtype, is the rank's gradient. Where collectives are carried
+(gloo, see [Note: Reduce-scatter] in osdp.runtime.collectives), what a neighbour sends needs room for a part, and what
+is exchanged on two levels room for a column; one reduction is under way at a time.
+
+[Note: In place]
+A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import NamedTuple
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept, shard_ranks
-from osdp.planfile import FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -89,7 +94,7 @@ def unit_holds(unit: Unit, option: Option, places: Places, training: Training, c
     holds += _forward(mode, option.slices, sizes, places, training, cluster)
     holds += _backward(mode, option.slices, sizes, places, training, cluster)
     if unit.trained and places.leave_again is not None:
-        holds += _reduction(mode, option, sizes, places, training)
+        holds += _reduction(mode, option, sizes, places, training, cluster)
     return holds
 
 
@@ -127,15 +132,28 @@ def _held(
     return holds
 
 
+def _computes_in_place(mode: str, training: Training) -> bool:
+    """See [Note: In place]."""
+    return mode == REPLICATE and not training.precision.casts
+
+
 def _forward(mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     assert places.enter is not None and places.leave is not None
+    if _computes_in_place(mode, training):
+        return []
     compute = training.precision.compute_bytes
     copy = sizes.gathered * compute
     holds = [Hold(GATHERED, copy, places.enter, places.leave)]
     if mode == FREE_TO_NODE and slices == 1:  # its own part is cloned before the copy is freed
         extra = sizes.clone_extra(cluster.devices_per_node) * compute
         holds.append(Hold(GATHERED, copy + extra, places.leave, places.leave.next()))
-    return holds + _gather(mode, slices, sizes, sizes.held, places.issue, places.enter, places.leave, training)
+    column = _column_bytes(mode, sizes, training, cluster)
+    return holds + _gather(mode, slices, sizes, sizes.held, column, places.issue, places.enter, places.leave, training)
+
+
+def _column_bytes(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> int:
+    exchanged = sizes.gathered // cluster.devices_per_node if _has_column(mode, cluster) else 0
+    return exchanged * training.precision.compute_bytes
 
 
 def _gather(
@@ -143,6 +161,7 @@ def _gather(
     slices: int,
     sizes: Sizes,
     sent: int,
+    column_bytes: int,
     issue: Position | None,
     enter: Position,
     leave: Position,
@@ -156,6 +175,8 @@ def _gather(
     holds = [Hold(BUFFERS, output, issue or enter, enter.next())]
     if training.precision.casts and issue is not None:
         holds.append(Hold(BUFFERS, sent * compute, issue, issue.next()))
+    if column_bytes and issue is not None:
+        holds.append(Hold(BUFFERS, column_bytes, issue, enter))
     if slices > 1:  # while a slice computes, the next one is gathered
         holds.append(Hold(BUFFERS, output, enter.next(), leave))
     return holds
@@ -163,19 +184,28 @@ def _gather(
 
 def _backward(mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     compute = training.precision.compute_bytes
-    if places.enter_again is None or places.leave_again is None:
+    if places.enter_again is None or places.leave_again is None or _computes_in_place(mode, training):
         return []
     copy = sizes.gathered * compute
     holds = [Hold(GATHERED, copy, places.enter_again, places.leave_again)]
     if is_gathered_again(mode) or mode == REPLICATE:
-        sent = sizes.held if mode != FREE_TO_NODE else sizes.gathered // cluster.devices_per_node
+        in_node = mode == FREE_TO_NODE
+        sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
+        column = 0 if in_node else _column_bytes(mode, sizes, training, cluster)
         holds += _gather(
-            mode, slices, sizes, sent, places.issue_again, places.enter_again, places.leave_again, training
+            mode, slices, sizes, sent, column, places.issue_again, places.enter_again, places.leave_again, training
         )
     return holds
 
 
-def _reduction(mode: str, option: Option, sizes: Sizes, places: Places, training: Training) -> list[Hold]:
+def _has_column(mode: str, cluster: Cluster) -> bool:
+    """Whether a unit is exchanged on two levels; see [Note: Two levels] in osdp.runtime.collectives."""
+    return cluster.exchanges_on_two_levels and mode in (KEEP, FREE, FREE_TO_NODE)
+
+
+def _reduction(
+    mode: str, option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+) -> list[Hold]:
     """The unit's own gradients until they are copied, then the reduction's buffers; see [Note: Reduction]."""
     assert places.leave_again is not None
     compute, master, reduce = (
@@ -195,12 +225,24 @@ def _reduction(mode: str, option: Option, sizes: Sizes, places: Places, training
     if option.slices > 1 and places.gradients:
         entry = min(position for _, position in places.gradients)
     holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, places.reduced))
-    result = sizes.trained * reduce
+    result, under_way = (
+        sizes.trained * reduce,
+        cluster.device.is_cpu and reduce == master,
+    )  # a cast waits for the result
+    if cluster.device.is_cpu and mode != REPLICATE:
+        room = sizes.trained + (sizes.reduced // cluster.devices_per_node if _has_column(mode, cluster) else 0)
+        begin = leave.next() if option.slices == 1 else entry
+        if under_way:
+            holds.append(Hold(BUFFERS, room * reduce, begin, places.reduced))
+        else:  # it is free again when the result is cast
+            holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
     if reduce != master:
-        lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE)  # FSDP2 holds all-reduced buffers through backward
+        # FSDP2's own all-reduce holds its buffer through backward
+        lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE) and not cluster.device.is_cpu
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one
-        holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), leave.next().next()))
+        added = places.reduced if under_way else leave.next().next()
+        holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
 
 

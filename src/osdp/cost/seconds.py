@@ -20,7 +20,7 @@ from osdp.cost.holds import Places
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, shard_ranks
 from osdp.model.graph import Stretch
-from osdp.planfile import FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 FORWARD, BACKWARD = "forward", "backward"
@@ -80,9 +80,9 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
         sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
         stepped += count * sizes.trained
         if places.enter is not None:
-            gather += [_gather(mode, sizes, training, cluster, again=False)] * count
+            gather += _gather(mode, sizes, training, cluster, again=False) * count
         if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
-            again += [_gather(mode, sizes, training, cluster, again=True)] * count
+            again += _gather(mode, sizes, training, cluster, again=True) * count
         if unit.trained and places.leave_again is not None:
             reduce += _reduce(mode, sizes, training, cluster) * count
     step_bytes = training.optimizer.passes * training.precision.master_bytes * stepped
@@ -95,15 +95,27 @@ def _collective(kind: str, group: str, nbytes: int, copied: int, cluster: Cluste
     return Collective(kind, group, nbytes, seconds + launch, copied, cluster.device.memory_seconds(copied) + launch)
 
 
-def _gather(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool) -> Collective:
+def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster) -> list[Collective]:
+    """A gather or scatter over all ranks, in one step or on two levels: then the nodes' parts go one by one."""
+    if not cluster.exchanges_on_two_levels:
+        return [_collective(kind, "world", nbytes, copied, cluster)]
+    across = _collective(kind, "across", nbytes // cluster.devices_per_node, copied, cluster)
+    inside = [_collective(kind, "node", nbytes // cluster.nodes, 0, cluster)] * cluster.nodes
+    return [across, *inside] if kind == ALL_GATHER else [*inside, across]
+
+
+def _gather(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool) -> list[Collective]:
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
     nbytes = sizes.gathered * compute
-    if mode == REPLICATE:  # a local cast or copy, no traffic
+    if mode == REPLICATE:  # a local cast, or nothing: see [Note: In place] in osdp.cost.holds
+        if not training.precision.casts:
+            return []
         copied = sizes.gathered * (master + compute)
         seconds = cluster.device.memory_seconds(copied) + cluster.device.kernel_seconds
-        return Collective("copy", None, nbytes, 0.0, copied, seconds)
-    in_node = mode in (KEEP_IN_NODE, FREE_IN_NODE) or (mode == FREE_TO_NODE and again)
-    return _collective(ALL_GATHER, "node" if in_node else "world", nbytes, 2 * nbytes, cluster)
+        return [Collective("copy", None, nbytes, 0.0, copied, seconds)]
+    if mode in IN_NODE or (mode == FREE_TO_NODE and again):
+        return [_collective(ALL_GATHER, "node", nbytes, 2 * nbytes, cluster)]
+    return _over_world(ALL_GATHER, nbytes, 2 * nbytes, cluster)
 
 
 def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> list[Collective]:
@@ -112,9 +124,9 @@ def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> li
     copied = sum(numel for _, numel in sizes.gradients) * compute + nbytes
     if mode == REPLICATE:
         return [_collective(ALL_REDUCE, "world", nbytes, copied + 2 * nbytes, cluster)]
-    if mode in (KEEP_IN_NODE, FREE_IN_NODE):
+    if mode in IN_NODE:
         return [
             _collective(REDUCE_SCATTER, "node", nbytes, copied, cluster),
             _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, cluster),
         ]
-    return [_collective(REDUCE_SCATTER, "world", nbytes, copied, cluster)]
+    return _over_world(REDUCE_SCATTER, nbytes, copied, cluster)

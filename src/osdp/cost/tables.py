@@ -112,7 +112,8 @@ class Tables:
         stage = self.graph.stages[index]
         shapes = self.shapes.of(index)
         if not stage.is_block:
-            return shapes
+            allowed = [s for s in shapes if (self.rules.recompute or not s.recompute)]
+            return [s for s in allowed if s.recompute or not self.rules.only_recompute] or shapes
         wanted = self.rules.granularities
         shapes = [s for s in shapes if wanted is None or s.granularity in wanted or s.granularity == WHOLE]
         if self.rules.only_recompute:
@@ -131,7 +132,9 @@ class Tables:
             if self.graph.stages[index].name in self._long:
                 for shape in made:
                     found.update(dict.fromkeys(Grain(shape.granularity, _slices(o)) for o in shape.options[0]))
-        return list(found) or [Grain(WHOLE, 1)]
+        grains = list(found) or [Grain(WHOLE, 1)]
+        again = {s.shaped.shape.recompute for made in self._stages for s in made if not s.shaped.stage.is_block}
+        return [replace(grain, recompute=r) for r in sorted(again) for grain in grains] if True in again else grains
 
     def problem(self, batch: int, *, limit: int, grain: Grain | None = None, time_batch: int | None = None) -> Problem:
         """The tables at a batch size and grain; with `time_batch`, the seconds are those of another one."""
@@ -141,8 +144,9 @@ class Tables:
         for index, made in enumerate(self._stages):
             if id(made) not in kinds:
                 long = self.graph.stages[index].name in self._long
-                fine = [fit for shape in made if (fit := shape.of_grain(grain))] if long else made
-                chosen = fine or [fit for shape in made if (fit := shape.of_grain(Grain(WHOLE, 1)))]
+                known = [shape for shape in made if shape.allowed(grain)] or made
+                fine = [fit for shape in known if (fit := shape.of_grain(grain))] if long else known
+                chosen = fine or [fit for shape in known if (fit := shape.of_grain(Grain(WHOLE, 1)))]
                 tables = tuple(shape.table(batch, time_batch or batch) for shape in chosen)
                 kinds[id(made)] = len(kinds), tables
             number, tables = kinds[id(made)]
@@ -167,10 +171,14 @@ class Tables:
 
 @dataclass(frozen=True)
 class Grain:
-    """How the blocks of long lists are gathered: at which granularity, split into how many slices."""
+    """How the blocks of long lists are gathered: at which granularity, split into how many slices.
+
+    Where stages outside blocks differ once a block is recomputed (see [Note: Stage]), `recompute` tells if one may be.
+    """
 
     granularity: str
     slices: int
+    recompute: bool | None = None
 
 
 def _slices(option: UnitOption) -> int:
@@ -229,6 +237,11 @@ class _MadeShape:
     @property
     def granularity(self) -> str:
         return self.shaped.shape.granularity
+
+    def allowed(self, grain: Grain) -> bool:
+        """Whether this shape occurs where some block is recomputed, or where none is."""
+        shape = self.shaped.shape
+        return grain.recompute in (None, shape.recompute) or (bool(grain.recompute) and self.shaped.stage.is_block)
 
     def of_grain(self, grain: Grain) -> _MadeShape | None:
         """This shape with the options of a grain only; None where it has none."""

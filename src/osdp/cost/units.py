@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 from osdp.cluster import Cluster
 from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
 
 WHOLE, PARTS, OPERATORS = "whole", "parts", "operators"
 GRANULARITIES = (WHOLE, PARTS, OPERATORS)
@@ -147,7 +147,7 @@ def modes_for(cluster: Cluster) -> tuple[str, ...]:
 def shard_ranks(mode: str, cluster: Cluster) -> int:
     if mode == REPLICATE:
         return 1
-    return cluster.devices_per_node if mode in (KEEP_IN_NODE, FREE_IN_NODE) else cluster.world_size
+    return cluster.devices_per_node if mode in IN_NODE else cluster.world_size
 
 
 def is_kept(mode: str) -> bool:
@@ -193,7 +193,8 @@ def _numel(graph: ModelGraph, operator: Operator) -> int:
 
 
 def _block_units(graph: ModelGraph, stage: Stage, modules: Sequence[str]) -> tuple[Unit, ...]:
-    owners = sorted([stage.name, *modules], key=len, reverse=True)  # deepest first
+    entered = _enter_order(stage)
+    owners = sorted([stage.name, *(m for m in modules if m in entered)], key=len, reverse=True)  # deepest first
     held: dict[str, list[Parameter]] = {name: [] for name in owners}
     seen: set[str] = set()
     for operator in stage.operators:
@@ -202,7 +203,6 @@ def _block_units(graph: ModelGraph, stage: Stage, modules: Sequence[str]) -> tup
             if parameter not in seen:
                 seen.add(parameter)
                 held[owner].append(graph.parameters[parameter])
-    entered = _enter_order(stage)
     return tuple(
         Unit(name, (name,), stage.name, tuple(held[name]), _split_dim(graph, name, held[name]))
         for name in sorted(held, key=lambda name: entered.get(name, 0))
@@ -238,11 +238,21 @@ def _outside_units(graph: ModelGraph, stage: Stage) -> tuple[Unit, ...]:
         if name in done or done & set(group) or entered_before & set(group):
             continue
         done.update(group)
-        names = dict.fromkeys(p for member in group for p in graph.operators[member].parameters)
+        idle = (p for member in group for p in _never_called(graph, member))
+        names = dict.fromkeys([*(p for member in group for p in graph.operators[member].parameters), *idle])
         parameters = tuple(graph.parameters[p] for p in names)
         split_dim = graph.operators[name].split_dim if len(group) == 1 else -1
         units.append(Unit(name, tuple(group), None, parameters, split_dim))
     return tuple(units)
+
+
+def _never_called(graph: ModelGraph, name: str) -> list[str]:
+    """Parameters of operators below this one that no call reaches: `fully_shard` puts them into its unit."""
+    called = {operator for stage in graph.stages for operator in stage.operators}
+    used = {parameter for operator in called for parameter in graph.operators[operator].parameters}
+    below = (op for op in graph.operators if op not in called and (not name or op.startswith(name + ".")))
+    mine = (op for op in below if max((o for o in called if not o or op.startswith(o + ".")), key=len) == name)
+    return [p for op in mine for p in graph.operators[op].parameters if p not in used]
 
 
 def _tied_group(graph: ModelGraph, name: str) -> list[str]:

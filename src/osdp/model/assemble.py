@@ -193,12 +193,12 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
 
 
-def build_trace(trace: GrowingTrace, cut: Cut, rename: tuple[str, str]) -> Trace:
-    """A stage's own trace, relative to the bytes alive at its start; `rename` replaces a name's prefix."""
-    return Trace(_stretches(trace, cut.forward, rename), _stretches(trace, cut.backward, rename))
+def build_trace(trace: GrowingTrace, cut: Cut) -> Trace:
+    """A stage's own trace, relative to the bytes alive at its start."""
+    return Trace(_stretches(trace, cut.forward), _stretches(trace, cut.backward))
 
 
-def _stretches(trace: GrowingTrace, span: tuple[int, int], rename: tuple[str, str]) -> tuple[Stretch, ...]:
+def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...]:
     stretches: list[Stretch] = []
     start, stop = span
     if start >= stop:
@@ -212,7 +212,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int], rename: tuple[str, st
         points = np.concatenate([trace.mark_live[index][None], trace.live[first_kernel:last_kernel], end[None]]) - base
         stretches.append(
             Stretch(
-                mark=_renamed(trace.marks[index], rename),
+                mark=trace.marks[index],
                 peak=upper_lines(points),
                 end=Affine(int(end[0] - base[0]), int(end[1] - base[1])),
                 flops=trace.flops[first_kernel:last_kernel],
@@ -222,8 +222,16 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int], rename: tuple[str, st
     return tuple(stretches)
 
 
-def _renamed(mark: Mark, rename: tuple[str, str]) -> Mark:
+def renamed(trace: Trace, rename: tuple[str, str]) -> Trace:
+    """The same trace of another stage: a name's prefix is replaced, all numbers are shared."""
     old, new = rename
-    if old == new or not (mark.name == old or mark.name.startswith(old + ".")):
-        return mark
-    return replace(mark, name=new + mark.name[len(old) :])
+
+    def other(stretch: Stretch) -> Stretch:
+        mark = stretch.mark
+        if not (mark.name == old or mark.name.startswith(old + ".")):
+            return stretch
+        return replace(stretch, mark=replace(mark, name=new + mark.name[len(old) :]))
+
+    if old == new:
+        return trace
+    return Trace(tuple(map(other, trace.forward)), tuple(map(other, trace.backward)))

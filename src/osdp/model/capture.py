@@ -2,23 +2,26 @@
 
 [Note: Depth]
 A deep model repeats one block. The captures run a copy in which every run of more than four equal blocks is cut to
-four, and the inner two, whose traces must be equal, stand for those left out. One capture at full depth checks it;
-where it disagrees, or the shortened model does not run, every capture is taken at full depth.
+four, and the inner two, whose traces must be equal, stand for those left out. One capture at full depth, at a third
+batch size, checks both that and [Note: Growth], kernel by kernel; where it disagrees, or the shortened model does not
+run, every capture is taken at full depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode, tree_leaves, tree_map_only
 from osdp.errors import OsdpError
-from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth
+from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth, renamed
 from osdp.model.fake import DTYPES, fake_copy
 from osdp.model.graph import Affine, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.measure import OperatorCosts, measure_operators
@@ -160,7 +163,7 @@ class _Taken:
         modules = dict(fake.named_modules())
         operators = {name for name, module in modules.items() if owns_parameters(module)}
         run = _Runner(fake, inputs, loss, mode, _watched(fake, blocks), DTYPES[dtype_name])
-        batches, raw = _growing(lambda batch: run.plain(batch))
+        batches, raw = _growing(run.plain, third=short is None)
         plain = fit_growth(raw)
         cuts = cut_stages(plain, blocks, operators)
         recomputed, recomputed_cuts = None, None
@@ -194,13 +197,20 @@ class _Taken:
             fake = fake_copy(model, DTYPES[self.dtype_name])
         blocks = own_blocks(fake)
         run = _Runner(fake, self.inputs, self.loss, self.mode, _watched(fake, blocks), DTYPES[self.dtype_name])
-        batch = self.batches[0]
-        whole = run.plain(batch)
-        stages = self._stages()
-        peaks, ends = _levels([trace for _, trace, _ in stages], batch)
-        whole_peaks = _mark_peaks(whole)
-        return whole_peaks == peaks and whole.end_live == ends
+        batch = self.batches[1] + 1  # a size that the lines were not drawn through: it checks them too
+        whole = run.check(batch)
+        traces = [trace for _, trace, _ in self._stages]
+        passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
+        kernels = [[getattr(s, what) for stretches in passes for s in stretches] for what in ("flops", "moved")]
+        size = np.array([1, batch])
+        return (
+            _levels(traces, batch) == (_mark_peaks(whole), whole.end_live)
+            and [stretch.mark for stretches in passes for stretch in stretches] == whole.marks
+            and (np.concatenate(kernels[0]) @ size).tolist() == whole.flops
+            and (np.concatenate(kernels[1]) @ size).tolist() == whole.moved
+        )
 
+    @cached_property
     def _stages(self) -> list[tuple[str | None, Trace, Trace | None]]:
         """Every stage of the full model: its block's name, its plain and its recomputed trace."""
         names = self.short.stands_for if self.short else {block: block for block in self.blocks}
@@ -209,13 +219,15 @@ class _Taken:
             expand.setdefault(stand_in, []).append(name)
         stages: list[tuple[str | None, Trace, Trace | None]] = []
         for cut, again in zip(self.cuts, self.recomputed_cuts, strict=True):
+            plain = build_trace(self.plain, cut)
+            recomputed = build_trace(self.recomputed, again) if self.recomputed else None
             if cut.block is None:
-                stages.append((None, build_trace(self.plain, cut, ("", "")), None))
+                differs = recomputed is not None and _shape(recomputed, "") != _shape(plain, "")
+                stages.append((None, plain, recomputed if differs else None))
                 continue
             for name in expand[cut.block]:
                 rename = cut.block, name
-                recomputed = build_trace(self.recomputed, again, rename) if self.recomputed else None
-                stages.append((name, build_trace(self.plain, cut, rename), recomputed))
+                stages.append((name, renamed(plain, rename), recomputed and renamed(recomputed, rename)))
         return stages
 
     def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
@@ -237,10 +249,10 @@ class _Taken:
             compute_dtype=self.dtype_name,
             parameters=parameters,
             operators=operators,
-            stages=_numbered(self._stages(), modules, operators),
+            stages=_numbered(self._stages, modules, operators),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=Affine(first - slope * self.batches[0], slope),
-            batches=self.batches,
+            batches=(*self.batches[:2], self.batches[1] + 1),
             seq_len=seq_len,
         )
 
@@ -259,14 +271,15 @@ class _Runner:
     def plain(self, batch: int) -> RawTrace:
         return self._run(batch, (), book_saved=True)
 
+    def check(self, batch: int) -> RawTrace:
+        return self._run(batch, (), book_saved=False)
+
     def recomputed(self, batch: int, modules: Sequence[nn.Module]) -> RawTrace:
         return self._run(batch, modules, book_saved=False)
 
     def _run(self, batch: int, recompute: Sequence[nn.Module], book_saved: bool) -> RawTrace:
         def fake(tensor: Tensor) -> Tensor:
-            # floating inputs arrive in the compute dtype, as FSDP2 casts them
-            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-            return torch.empty(tensor.shape, dtype=dtype, device="cpu")
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
         with self.mode:
             args, kwargs = tree_map_only(Tensor, fake, self.inputs(batch))
@@ -278,6 +291,7 @@ class _Runner:
                 watched=self.watched,
                 recompute=recompute,
                 book_saved=book_saved,
+                input_dtype=self.dtype,
             )
 
 
@@ -290,13 +304,15 @@ def _default_loss(output: Any) -> Tensor:
     return scalar
 
 
-def _growing(run: Callable[[int], RawTrace]) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
-    """Captures at batches 1, 2 and 3; where batch 1 takes kernels of its own, at 2, 3 and 4."""
-    raw = {batch: run(batch) for batch in (1, 2, 3)}
-    if raw[1].marks == raw[2].marks and raw[1].mark_kernel == raw[2].mark_kernel:
-        return (1, 2, 3), raw
-    del raw[1]
-    return (2, 3, 4), {**raw, 4: run(4)}
+def _growing(run: Callable[[int], RawTrace], *, third: bool) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
+    """Captures at batches 1 and 2, or at 2 and 3 where batch 1 takes kernels of its own; `third`: and at one more."""
+    raw = {batch: run(batch) for batch in (1, 2)}
+    if raw[1].marks != raw[2].marks or raw[1].mark_kernel != raw[2].mark_kernel:
+        del raw[1]
+        raw[3] = run(3)
+    if third:
+        raw[max(raw) + 1] = run(max(raw) + 1)
+    return tuple(raw), raw
 
 
 def _watched(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:

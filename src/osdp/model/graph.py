@@ -10,7 +10,9 @@ point plus what the plan holds there.
 [Note: Stage]
 A step is a row of stages: the blocks in their order of execution, and what runs before, between and after them
 (embeddings, head, loss). A stage's trace is relative to the bytes alive at its start, so traces of stages can be
-joined in any mixture of recomputed and plain ones.
+joined in any mixture of recomputed and plain ones. A checkpoint holds its block's inputs (masks, position ids, the
+first hidden states) until backward, which frames outside the block would free sooner. So where a block is recomputed
+the stages outside blocks take their trace from the recomputed run too.
 
 [Note: Growth]
 Every count is affine in the batch size: constant + per_sample · batch. Two captures give both numbers, kernel by
@@ -135,7 +137,7 @@ class Stage:
     """A block, or what runs between blocks; see [Note: Stage].
 
     `alike` numbers the kinds of stages: equal numbers have equal traces and equal operators but for their names.
-    `parts` are the modules below a block that hold several operators. A stage outside blocks has no recompute.
+    `parts` are the modules below a block that hold several operators. `recomputed` is None where nothing differs.
     """
 
     name: str

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 
+_DEVICE = torch.ops.prim.device.default
+
 
 @dataclass
 class RawTrace:
@@ -117,7 +119,13 @@ class Recorder(TorchDispatchMode):
         trace.mark_kernel.insert(place, born)
         trace.mark_live.insert(place, trace.live[born])
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it costs as much as the recording
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and hasattr(args[0], "fake_device"):  # two calls of three: answered here, it takes no time
+            return args[0].fake_device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -276,8 +284,12 @@ def run_trace(
     watched: Mapping[str, nn.Module],
     recompute: Sequence[nn.Module] = (),
     book_saved: bool = False,
+    input_dtype: torch.dtype | None = None,
 ) -> RawTrace:
-    """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed."""
+    """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed.
+
+    The root casts floating inputs to `input_dtype`, as FSDP2 does; the casts count as activations.
+    """
     constants = [
         *model.parameters(),
         *model.buffers(),
@@ -286,6 +298,9 @@ def run_trace(
     recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants})
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
+    if input_dtype is not None:
+        cast = functools.partial(_cast_inputs, input_dtype)
+        hooks.handles.append(model.register_forward_pre_hook(cast, with_kwargs=True))
     originals = [(module, module.forward) for module in recompute]
     for module, forward in originals:
         module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
@@ -308,6 +323,10 @@ def run_trace(
             del module.forward
     recorder.trace.end_live = recorder.live
     return recorder.trace
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -46,6 +47,23 @@ def check_ranks(plan: Plan) -> None:
             f"rank {', '.join(others)} has another plan than rank 0; give every rank the same plan file, or call"
             " osdp.plan on all ranks, where rank 0 plans for all"
         )
+
+
+def check_weights(model: nn.Module) -> None:
+    """Ranks that begin with different weights would train different models; those on the meta device have none yet."""
+    if dist.get_backend() == "fake" or any(parameter.is_meta for parameter in model.parameters()):
+        return
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: int(torch.hash_tensor(tensor.detach())) for name, tensor in tensors.items() if tensor.numel()}
+    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    for rank, theirs in enumerate(everyone):
+        differs = next((name for name in everyone[0] if theirs.get(name) != everyone[0][name]), None)
+        if differs is not None:
+            raise UsageError(
+                f"rank {rank} has other values of {differs} than rank 0; call torch.manual_seed alike on every rank"
+                " before the model is built, or build it under torch.device('meta') and call osdp.initialize afterwards"
+            )
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:

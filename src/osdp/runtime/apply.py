@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from osdp._torch.fsdp import compute_in_place, param_groups, shared_post_forward_meshes
 from osdp.errors import UsageError
-from osdp.planfile import REPLICATE, Plan, PlanUnit, backward_order
-from osdp.runtime.agree import check_model, check_ranks
+from osdp.planfile import IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
+from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
 from osdp.runtime.courier import Courier, Reductions
 from osdp.runtime.meshes import Meshes
 from osdp.runtime.split import split_operators
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-REDUCTIONS_UNDER_WAY = 2  # on the carried engine: their buffers are priced
+REDUCTIONS_UNDER_WAY = 1  # where collectives are carried; the buffers of one are priced
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,23 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
         carried = dist.get_backend() == dist.Backend.GLOO
     check_ranks(plan)
     check_model(model, plan)
+    check_weights(model)
     meshes = Meshes(device_type, plan.cluster.nodes, plan.cluster.devices_per_node, carried=carried)
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
-    _recompute(plan, modules)
     pieces = _pieces(model, plan, modules)
+    _recompute(plan, modules)
     _shard(model, plan, pieces, meshes)
     for piece in pieces:
-        if carried and piece.mode == REPLICATE:
+        # A parameter may get a gradient on some ranks only: they all must send it.
+        _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
+        if piece.mode == REPLICATE:
             for group in param_groups(piece.modules[0]):
                 compute_in_place(group)
     if carried:
-        _carry(pieces, meshes)
+        _carry(pieces, meshes, two_levels=plan.cluster.exchanges_on_two_levels)
     _prefetch(plan, pieces)
+    model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     _applied[model] = Applied(plan, tuple(pieces), template)
     return model
 
@@ -97,6 +101,13 @@ def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
     if plan.precision == "bf16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[plan.reduce_dtype])
     return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
+
+
+def _free_unless_trained(pieces: Sequence[Piece], model: nn.Module, inputs: object, outputs: object) -> None:
+    """Frees what is kept for a backward that will not come: the optimizer would leave it behind."""
+    if not torch.is_grad_enabled():
+        for piece in pieces:
+            _sharded(piece.modules[0]).reshard()
 
 
 def _recompute(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
@@ -116,7 +127,8 @@ def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> l
         for index, part in enumerate(slices.get(unit.name, ())):
             mode = unit.mode if index < unit.sharded_splits else REPLICATE
             pieces.append(Piece(unit, mode, (part,), depth + 1))
-    return pieces
+    alone = plan.cluster.devices_per_node == 1  # what is sharded over one device is replicated
+    return [replace(piece, mode=REPLICATE) if alone and piece.mode in IN_NODE else piece for piece in pieces]
 
 
 def _depth(name: str) -> int:
@@ -158,16 +170,15 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def _carry(pieces: Sequence[Piece], meshes: Meshes) -> None:
+def _carry(pieces: Sequence[Piece], meshes: Meshes, *, two_levels: bool) -> None:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
     courier = Courier(inline=dist.get_backend() == "fake")
     reductions = Reductions(courier, limit=REDUCTIONS_UNDER_WAY)
     for piece in pieces:
-        module, two_levels = _sharded(piece.modules[0]), True
+        module = _sharded(piece.modules[0])
         for group in param_groups(piece.modules[0]):
             if piece.mode == REPLICATE:
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group))
-                continue
             module.set_custom_all_gather(CarriedAllGather(courier, meshes.groups, two_levels=two_levels))
             module.set_custom_reduce_scatter(
                 CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)

@@ -20,21 +20,21 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-    if not grads:
-        return torch.tensor(0.0)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in local if g.numel()])
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in local if g.numel()]  # none if empty
     if math.isinf(norm_type):
-        total, reduce = norms.max(), dist.ReduceOp.MAX
+        total, reduce = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64), dist.ReduceOp.MAX
     else:
         shares = [_shards(grad) / ranks for grad, own in zip(grads, local, strict=True) if own.numel()]
-        total, reduce = (norms**norm_type * norms.new_tensor(shares)).sum(), dist.ReduceOp.SUM
+        parts = [norm**norm_type * share for norm, share in zip(norms, shares, strict=True)]
+        total, reduce = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64), dist.ReduceOp.SUM
     if ranks > 1:
         dist.all_reduce(total, reduce)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
-    torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(local[0].dtype))
-    return norm.to(local[0].dtype)
+    if local:
+        torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(local[0].dtype))
+    return norm.to(local[0].dtype if local else torch.float32)
 
 
 def _shards(grad: Tensor) -> int:

@@ -1,18 +1,21 @@
 """The collectives of a plan on a backend without streams: FSDP2's custom communication, carried by a courier.
 
 [Note: Reduce-scatter]
-gloo's own reduce-scatter sends as much as an all-reduce, twice what it must. Here every rank sends each other rank its
-part (all-to-all) and adds up what it receives: the traffic of a reduce-scatter, for one more buffer.
+gloo's own reduce-scatter sends as much as an all-reduce, twice what it must. Here parts go round in a ring: every rank
+adds its own to what its left neighbour sends and passes the sum on, so that part r arrives complete at rank r. That is
+the traffic of a reduce-scatter, for room for one more part. Rings also keep both directions of a link busy, which
+gloo's all-to-all does not: there a rank's readiness to receive waits behind what it sends to the same peer.
 
 [Note: Two levels]
 Rank r = node * D + d holds part r. To gather over both levels, ranks with the same d exchange their parts across nodes
 (a column), then each node gathers every column's part of one node at a time, which puts the parts in their order with
-no copy. To reduce-scatter over both levels the same is done backwards. The network then carries each byte to each node
-once, where a flat all-to-all carries it once for each device.
+no copy. To reduce-scatter over both levels the same is done backwards. The network then carries (H-1)/H of the bytes
+where a flat ring over H nodes carries (H*D-1)/(H*D).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +46,7 @@ class Groups:
 
 
 class _Allocates:
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -62,7 +65,7 @@ class CarriedAllGather(_Allocates, AllGather):
             job = partial(_gather_two_levels, output_tensor, input_tensor, column, self._groups)
             delivery = self._courier.send(job, output_tensor, column)
         else:
-            job = partial(dist.all_gather_into_tensor, output_tensor, input_tensor, own)
+            job = partial(dist.all_gather_single, output_tensor, input_tensor, own)
             delivery = self._courier.send(job, output_tensor)
         if async_op:
             return delivery
@@ -76,7 +79,7 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
     def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, *, two_levels: bool) -> None:
         self._reductions, self._groups, self._unit, self._two_levels = reductions, groups, unit, two_levels
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._reductions.make_room()
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -88,15 +91,15 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
-        own, received = self._groups.like(group), torch.empty_like(input_tensor)
+        own, arrived = self._groups.like(group), torch.empty_like(output_tensor)
         if own is self._groups.node and self._groups.two_levels:
-            job, held = partial(_reduce_in_node, output_tensor, input_tensor, received, self._groups), (received,)
+            job, held = partial(_reduce_in_node, output_tensor, input_tensor, arrived, self._groups), (arrived,)
         elif self._two_levels and self._groups.two_levels:
             column = input_tensor.new_empty(self._groups.across.size() * output_tensor.numel())
-            job = partial(_scatter_two_levels, output_tensor, input_tensor, received, column, self._groups)
-            held = (received, column)
+            job = partial(_scatter_two_levels, output_tensor, input_tensor, arrived, column, self._groups)
+            held = (arrived, column)
         else:
-            job, held = partial(_scatter_and_average, output_tensor, input_tensor, received, own), (received,)
+            job, held = partial(_scatter_and_average, output_tensor, input_tensor, arrived, own), (arrived,)
         wait = _is_cast(output_tensor, self._unit)
         self._reductions.start(job, _parameters(self._unit), input_tensor, *held, wait=wait)
 
@@ -108,7 +111,6 @@ class CarriedAllReduce:
         self._reductions, self._groups, self._unit = reductions, groups, unit
 
     def __call__(self, gradient: Tensor) -> None:
-        self._reductions.make_room()
         job = partial(_average, gradient, self._groups.world, self._groups.world.size())
         self._reductions.start(job, _parameters(self._unit), wait=_is_cast(gradient, self._unit))
 
@@ -123,33 +125,41 @@ def _is_cast(reduced: Tensor, unit: FSDPParamGroup) -> bool:
 
 
 def _gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
-    dist.all_gather_into_tensor(column, part, groups.across)
+    dist.all_gather_single(column, part, groups.across)
     nodes = groups.across.size()
     for whole, own in zip(output.chunk(nodes), column.chunk(nodes), strict=True):
-        dist.all_gather_into_tensor(whole, own, groups.node)
+        dist.all_gather_single(whole, own, groups.node)
 
 
-def _scatter(output: Tensor, whole: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
-    """See [Note: Reduce-scatter]."""
-    dist.all_to_all_single(received, whole, group=group)
-    torch.sum(received.view(group.size(), -1), 0, out=output)
+def _scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
+    """See [Note: Reduce-scatter]; `whole` is used up."""
+    ranks, rank = group.size(), group.rank()
+    parts = whole.chunk(ranks)
+    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    for step in range(1, ranks):
+        sent = dist.isend(parts[(rank - step) % ranks], group=group, group_dst=right)
+        dist.recv(arrived, group=group, group_src=left)
+        parts[(rank - step - 1) % ranks].add_(arrived)
+        if sent is not None:
+            sent.wait()
+    output.copy_(parts[rank])
 
 
-def _scatter_and_average(output: Tensor, whole: Tensor, received: Tensor, group: dist.ProcessGroup) -> None:
-    _scatter(output, whole, received, group)
+def _scatter_and_average(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
+    _scatter(output, whole, arrived, group)
     output.div_(group.size())
 
 
-def _reduce_in_node(output: Tensor, whole: Tensor, received: Tensor, groups: Groups) -> None:
-    _scatter(output, whole, received, groups.node)
+def _reduce_in_node(output: Tensor, whole: Tensor, arrived: Tensor, groups: Groups) -> None:
+    _scatter(output, whole, arrived, groups.node)
     _average(output, groups.across, groups.world.size())
 
 
-def _scatter_two_levels(output: Tensor, whole: Tensor, received: Tensor, column: Tensor, groups: Groups) -> None:
+def _scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: Tensor, groups: Groups) -> None:
     nodes = groups.across.size()
-    for part, arrived, own in zip(whole.chunk(nodes), received.chunk(nodes), column.chunk(nodes), strict=True):
+    for part, own in zip(whole.chunk(nodes), column.chunk(nodes), strict=True):
         _scatter(own, part, arrived, groups.node)
-    _scatter(output, column, received[: column.numel()], groups.across)
+    _scatter(output, column, arrived, groups.across)
     output.div_(groups.world.size())
 
 

@@ -88,7 +88,6 @@ class Reductions:
     def __init__(self, courier: Courier, *, limit: int) -> None:
         self._courier, self._limit = courier, limit
         self._under_way: deque[_Reduction] = deque()
-        self._will_finish = False
 
     def make_room(self) -> None:
         """Waits until one more reduction may begin; called before its buffers are made."""
@@ -105,12 +104,10 @@ class Reductions:
         for parameter, _ in earlier:
             parameter.grad = None  # else FSDP2 would add the result now, before it is there
         self._under_way.append(_Reduction(delivery, earlier))
-        if not self._will_finish:
-            self._will_finish = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_all)  # type: ignore[attr-defined]
+        # Each asks for the end: a flag would stay behind where backward fails.
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish_all)  # type: ignore[attr-defined]
 
     def finish_all(self) -> None:
-        self._will_finish = False
         while self._under_way:
             self._finish(self._under_way.popleft())
 

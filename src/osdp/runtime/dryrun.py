@@ -49,7 +49,7 @@ def dry_run(
         with mode:
             model = fake_copy(model, torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32)
         # outside the mode: device meshes hold real tensors
-        parallelize(model, plan, carried=False)
+        parallelize(model, plan, carried=plan.cluster.device.is_cpu)
         with mode:
             return _second_step(model, inputs, plan, loss, watched, optimizer)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +53,17 @@ def initialize(
 
 def _materialise(model: nn.Module, device: str | torch.device) -> None:
     """Gives parameters and buffers memory, without values; `to_empty` would untie tied ones."""
-    made: dict[Tensor, Tensor] = {}
+    made: dict[Tensor, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    if tensor not in made:
-                        empty = torch.empty_like(tensor, device=device)
-                        made[tensor] = (
-                            nn.Parameter(empty, tensor.requires_grad) if tensors is module._parameters else empty
-                        )
-                    tensors[key] = made[tensor]
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[key] = made[tensor]
 
 
 def _parts(template: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -103,6 +104,6 @@ def _take_over(model: nn.Module, name: str, part: nn.Module, recurse: bool, know
 def _held(owner: nn.Module, key: str) -> tuple[list[Tensor], int]:
     """The tensors that hold a parameter, one for each slice, and the dimension along which it is sliced."""
     if isinstance(owner, SplitOperator):
-        tensors = [piece.get_parameter(key) for piece in owner.slices]
+        tensors: list[Tensor] = [piece.get_parameter(key) for piece in owner.slices]
         return tensors, owner.weight_dim if tensors[0].ndim > 1 else 0
     return [owner.get_parameter(key)], 0

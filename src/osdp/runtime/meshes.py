@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP_IN_NODE, REPLICATE
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
 from osdp.runtime.collectives import Groups
 
 
@@ -50,14 +50,17 @@ class Meshes:
     def groups(self) -> Groups:
         """New process groups, which only the courier uses."""
         ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
+        world = dist.new_group(ranks.flatten().tolist())
         node, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
         across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-        return Groups(dist.new_group(ranks.flatten().tolist()), node, across)
+        assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
+        assert isinstance(across, dist.ProcessGroup)
+        return Groups(world, node, across)
 
     def of(self, mode: str) -> DeviceMesh:
         if mode == REPLICATE:
             return self.replicas
-        return self.node if mode in (KEEP_IN_NODE, FREE_IN_NODE) else self.world
+        return self.node if mode in IN_NODE else self.world
 
     def after_forward(self, mode: str) -> bool | int:
         """FSDP2's `reshard_after_forward`. A replica's compute copy is freed: making it again costs no traffic."""

@@ -111,6 +111,24 @@ def parts_of(whole: Tensor, slices: Sequence[Tensor], dim: int) -> list[Tensor]:
     return [_like(part, tensor) for part, tensor in zip(whole.split(sizes, dim), slices, strict=True)]
 
 
+def held_parameters(model: nn.Module) -> dict[str, tuple[tuple[nn.Parameter, ...], int]]:
+    """Every parameter once, by its name in the plain model: what holds it, one for each slice, and their dimension."""
+    held: dict[str, tuple[tuple[nn.Parameter, ...], int]] = {}
+    seen: set[nn.Parameter] = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, SplitOperator):
+            found = {key: tuple(module._of_slices(key)) for key in module._keys()}
+            dim = module.weight_dim
+        else:
+            found = {key: (parameter,) for key, parameter in module._parameters.items() if parameter is not None}
+            dim = 0
+        for key, parameters in found.items():
+            if parameters[0] not in seen:
+                held[f"{prefix}.{key}" if prefix else key] = parameters, _dim_of(parameters[0], dim)
+                seen.update(parameters)
+    return held
+
+
 class JoinedTensor(torch.Tensor):
     """Slices that are seen as one tensor; see [Note: Joined].
 

@@ -19,6 +19,7 @@ from osdp.search.solve import relaxed_bound, solve_exactly
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
 MOST_SAMPLES = 1 << 16
+BOUNDING_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,23 +49,31 @@ class Found:
     status: str
 
 
-def largest_batch(make: MakeProblem) -> int:
-    """The largest batch size whose relaxation fits; 0 where not even one sample does."""
-    if relaxed_bound(make(1, 1)) == INFINITY:
+def largest_batch(make: MakeProblem, *, seconds: float = BOUNDING_SECONDS) -> int:
+    """The largest batch size whose relaxation fits, or when time is up one that none exceeds; 0 where none fits."""
+    deadline = time.monotonic() + seconds
+
+    def fits(batch: int) -> bool:
+        return relaxed_bound(make(batch, batch)) < INFINITY
+
+    if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= MOST_SAMPLES and relaxed_bound(make(high, high)) < INFINITY:
+    while high <= MOST_SAMPLES and fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
+    while high - low > 1 and time.monotonic() < deadline:
         middle = (low + high) // 2
-        low, high = (middle, high) if relaxed_bound(make(middle, middle)) < INFINITY else (low, middle)
-    return low
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return high - 1
 
 
 def search_batches(
     candidates: list[Candidate], *, seconds: float, progress: Callable[[int, int, int, float], None] | None = None
 ) -> Found | None:
-    """The fastest plan per sample over all candidates; None where nothing fits. See [Note: Interval]."""
+    """The fastest plan per sample over all candidates; None where nothing fits. See [Note: Interval].
+
+    When time is up, the first plan found at the smallest batch sizes that are left does, if there is none yet.
+    """
     began = time.monotonic()
     queue: list[tuple[float, int, int, int]] = []
     best: Found | None = None
@@ -84,10 +93,11 @@ def search_batches(
         if best is not None and bound >= best.seconds_per_sample:
             break
         left = seconds - (time.monotonic() - began)
-        if left <= 0 and best is not None:
+        if left <= 0:
             unproven = min(unproven, bound)
-            break
-        if low < high:
+            if best is not None:
+                break
+        elif low < high:
             middle = (low + high) // 2
             push(number, low, middle)
             push(number, middle + 1, high)

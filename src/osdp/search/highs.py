@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import highspy
@@ -12,7 +13,7 @@ INFINITY = float("inf")
 
 @dataclass
 class Program:
-    """minimise cost · x within bounds and rows; columns and rows are added one at a time."""
+    """minimise cost · x within bounds and rows; a row may name a column twice, then its values add up."""
 
     cost: list[float] = field(default_factory=list)
     lower: list[float] = field(default_factory=list)
@@ -20,9 +21,9 @@ class Program:
     integer: list[bool] = field(default_factory=list)
     row_lower: list[float] = field(default_factory=list)
     row_upper: list[float] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    index: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
+    columns: list[Sequence[int] | np.ndarray] = field(default_factory=list)  # of each row
+    values: list[Sequence[float] | np.ndarray] = field(default_factory=list)
+    _joined: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def column(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = INFINITY, integer: bool = False) -> int:
         self.cost.append(cost)
@@ -31,17 +32,31 @@ class Program:
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def row(self, terms: dict[int, float], *, lower: float = -INFINITY, upper: float = INFINITY) -> None:
-        for column, value in terms.items():
-            if value:
-                self.index.append(column)
-                self.value.append(value)
-        self.starts.append(len(self.index))
+    def row(
+        self,
+        columns: Sequence[int] | np.ndarray,
+        values: Sequence[float] | np.ndarray,
+        *,
+        lower: float = -INFINITY,
+        upper: float = INFINITY,
+    ) -> None:
+        self.columns.append(columns)
+        self.values.append(values)
         self.row_lower.append(lower)
         self.row_upper.append(upper)
+        self._joined = None
 
-    def equal(self, terms: dict[int, float], value: float) -> None:
-        self.row(terms, lower=value, upper=value)
+    def matrix(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All rows in one pass: where each begins, and the columns and values that are not zero."""
+        if self._joined is None:
+            width, lengths = len(self.cost), [len(columns) for columns in self.columns]
+            place = np.repeat(np.arange(len(lengths)), lengths) * width + np.concatenate(self.columns).astype(np.int64)
+            place, back = np.unique(place, return_inverse=True)
+            value = np.bincount(back, weights=np.concatenate(self.values), minlength=len(place))
+            place, value = place[value != 0], value[value != 0]
+            starts = np.searchsorted(place, np.arange(len(lengths) + 1) * width)
+            self._joined = starts.astype(np.int32), (place % width).astype(np.int32), value
+        return self._joined
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,7 @@ class Answer:
 
 
 _RELAXATION_SECONDS = 1.0
+_SECONDS_PER_COLUMN = 5e-4
 _WAYS = (("solver", "choose"), ("presolve", "off"), ("solver", "ipm"))
 _DECIDED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
 
@@ -107,6 +123,7 @@ def _solver(seconds: float) -> highspy.Highs:
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", 0.0)
     solver.setOptionValue("random_seed", 0)
+    solver.setOptionValue("mip_heuristic_run_feasibility_jump", False)  # half the time of a small program, for nothing
     for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
         solver.setOptionValue(
             tolerance, 1e-9
@@ -119,7 +136,8 @@ def _solver(seconds: float) -> highspy.Highs:
 def _decided(model: highspy.HighsLp, seconds: float) -> highspy.Highs:
     """A relaxation, solved one way or the other: rarely, the simplex method circles, and another way does not."""
     for number, (option, value) in enumerate(_WAYS, start=1):
-        solver = _solver(min(seconds, number * _RELAXATION_SECONDS))
+        patience = number * max(_RELAXATION_SECONDS, _SECONDS_PER_COLUMN * model.num_col_)
+        solver = _solver(min(seconds, patience))
         solver.setOptionValue(option, value)
         solver.passModel(model)
         solver.run()
@@ -143,9 +161,7 @@ def _model(program: Program, relaxed: bool, unused: np.ndarray | None) -> highsp
     model.row_lower_ = np.array(program.row_lower, dtype=np.float64)
     model.row_upper_ = np.array(program.row_upper, dtype=np.float64)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.array(program.starts, dtype=np.int32)
-    model.a_matrix_.index_ = np.array(program.index, dtype=np.int32)
-    model.a_matrix_.value_ = np.array(program.value, dtype=np.float64)
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = program.matrix()
     if not relaxed:
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         model.integrality_ = [kinds[flag] for flag in program.integer]

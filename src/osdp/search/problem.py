@@ -164,56 +164,92 @@ class Verdict:
     seconds: float
     peak: int
     over: tuple[int, ...] = field(default=())  # stages whose rows exceed the limit
+    excess: tuple[int, ...] = field(default=())  # by how many bytes each of them does
+
+
+_TOTALS = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
+
+
+class _Taken:
+    """A stage with a choice made: its sums, whatever lies around it."""
+
+    def __init__(self, problem: Problem, table: StageTable, choice: StageChoice) -> None:
+        self.shape = shape = table.shapes[choice.shape]
+        self.options = [(shape.units[u][o], k) for u, (o, k) in enumerate(choice.options)]
+        self.totals = {name: sum(getattr(o, name).at(k) for o, k in self.options) for name in _TOTALS}
+        self.own = np.zeros(len(shape.forward), np.int64), np.zeros(len(shape.backward), np.int64)
+        for option, k in self.options:
+            for own, table_rows in zip(self.own, (option.forward, option.backward), strict=True):
+                own += table_rows[:, 0] + k * table_rows[:, 1]
+        self.far = [option.far for option, _ in self.options if option.far is not None]
+        self.seconds = _seconds(problem, table, shape, self.options)
+        self._highest: dict[tuple[int, ...], int] = {}
+
+    def highest(self, backward: bool, neighbours: tuple[int, int, int], guests: IntArray | None) -> int:
+        """The highest row of a visit, relative to its start."""
+        key = backward, *neighbours
+        if guests is None and key in self._highest:
+            return self._highest[key]
+        rows = self.shape.backward if backward else self.shape.forward
+        if not len(rows):
+            return 0
+        ahead, cast, reducing = neighbours
+        level = rows.activations + self.own[backward] + ahead * rows.tail + cast * rows.issue + reducing * rows.head
+        if guests is not None:
+            return int((level + guests).max())
+        self._highest[key] = int(level.max())
+        return self._highest[key]
+
+
+_NONE = dict.fromkeys(_TOTALS, 0)
 
 
 def evaluate(problem: Problem, choice: tuple[StageChoice, ...]) -> Verdict:
     """The costs of a choice by plain sums, with no solver: the judge of every answer."""
     stages = len(problem.stages)
-    shapes = [table.shapes[c.shape] for table, c in zip(problem.stages, choice, strict=True)]
-    taken = [
-        [(shape.units[u][o], k) for u, (o, k) in enumerate(c.options)] for shape, c in zip(shapes, choice, strict=True)
-    ]
-
-    def total(name: str, stage: int) -> int:
-        if not 0 <= stage < stages:
-            return 0
-        return sum(getattr(option, name).at(k) for option, k in taken[stage])
-
-    base = problem.constant + sum(total("always", i) for i in range(stages))
+    known: dict[object, _Taken] = {}  # stages with the same tables and the same choice cost the same
+    taken = []
+    for table, stage in zip(problem.stages, choice, strict=True):
+        key = id(table.shapes), table.exposed, stage
+        if key not in known:
+            known[key] = _Taken(problem, table, stage)
+        taken.append(known[key])
+    totals = [t.totals for t in taken]
+    base = problem.constant + sum(t["always"] for t in totals)
     far = np.zeros(2 * stages, dtype=np.int64)
-    for option, _ in (item for items in taken for item in items):
-        if option.far is not None:
-            far += option.far
+    for line in (line for t in taken for line in t.far):
+        far += line
     before = [0]
-    for i in range(stages):
-        before.append(before[-1] + total("between", i) + shapes[i].saved)
+    for t in taken:
+        before.append(before[-1] + t.totals["between"] + t.shape.saved)
     behind = [0] * (stages + 1)
     for i in range(stages - 1, -1, -1):
-        behind[i] = behind[i + 1] + total("after", i) + shapes[i].saved + shapes[i].freed
-    peak, over = base + behind[0] + sum(total("stepping", i) for i in range(stages)), set()
+        behind[i] = behind[i + 1] + totals[i]["after"] + taken[i].shape.saved + taken[i].shape.freed
+    peak, excess = base + behind[0] + sum(t["stepping"] for t in totals), {}
     if peak > problem.limit:
-        over.update(range(stages))
-    for i, shape in enumerate(shapes):
-        own = _own(shape, taken, i, choice)
-        ahead = (total("ahead", i + 1), total("cast", i + 1), 0)
-        again = (total("ahead_again", i - 1), total("cast_again", i - 1), total("reducing", i + 1))
-        level = base + before[i] + int(far[i])
-        highest = level + _highest(shape.forward, own[0], ahead)
-        level = base + before[i] + shape.saved + behind[i + 1] + int(far[2 * stages - 1 - i])
-        highest = max(highest, level + _highest(shape.backward, own[1], again))
+        excess = dict.fromkeys(range(stages), peak - problem.limit)
+    spans = far.tolist()
+    for i, t in enumerate(taken):
+        left = totals[i - 1] if i else _NONE
+        right = totals[i + 1] if i + 1 < stages else _NONE
+        guests = _guests(t.shape, choice)
+        level = base + before[i] + spans[i]
+        highest = level + t.highest(False, (right["ahead"], right["cast"], 0), guests[0])
+        level = base + before[i] + t.shape.saved + behind[i + 1] + spans[2 * stages - 1 - i]
+        again = left["ahead_again"], left["cast_again"], right["reducing"]
+        highest = max(highest, level + t.highest(True, again, guests[1]))
         peak = max(peak, highest)
         if highest > problem.limit:
-            over.add(i)
-    return Verdict(_seconds(problem, shapes, taken), peak, tuple(sorted(over)))
+            excess[i] = max(highest - problem.limit, excess.get(i, 0))
+    over = tuple(sorted(excess))
+    return Verdict(sum(t.seconds for t in taken), peak, over, tuple(excess[i] for i in over))
 
 
-def _own(
-    shape: ShapeTable, taken: list[list[tuple[UnitOption, int]]], stage: int, choice: tuple[StageChoice, ...]
-) -> tuple[IntArray, IntArray]:
+def _guests(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tuple[IntArray | None, IntArray | None]:
+    """What units of other stages hold in this one's visits."""
+    if not shape.guests:
+        return None, None
     forward, backward = np.zeros(len(shape.forward), np.int64), np.zeros(len(shape.backward), np.int64)
-    for option, k in taken[stage]:
-        forward += option.forward @ np.array([1, k])
-        backward += option.backward @ np.array([1, k])
     for guest in shape.guests:
         o, k = choice[guest.stage].options[guest.unit]
         forward += guest.forward[o] @ np.array([1, k])
@@ -221,30 +257,19 @@ def _own(
     return forward, backward
 
 
-def _highest(rows: Rows, own: IntArray, neighbours: tuple[int, int, int]) -> int:
-    if not len(rows):
-        return 0
-    ahead, cast, reducing = neighbours
-    return int((rows.activations + own + ahead * rows.tail + cast * rows.issue + reducing * rows.head).max())
-
-
-def _seconds(problem: Problem, shapes: list[ShapeTable], taken: list[list[tuple[UnitOption, int]]]) -> float:
+def _seconds(problem: Problem, table: StageTable, shape: ShapeTable, options: list[tuple[UnitOption, int]]) -> float:
     """See [Note: Problem]. Of several micro-batches, the last one carries the reductions that are made once."""
-    micro = problem.accumulation
-    seconds = 0.0
-    for table, shape, options in zip(problem.stages, shapes, taken, strict=True):
+    micro, add = problem.accumulation, not problem.overlap or table.exposed
 
-        def sums(name: str, once: bool | None = None, options: list[tuple[UnitOption, int]] = options) -> float:
-            return sum(getattr(o, name).at(k) for o, k in options if once is None or o.reduce_once == once)
+    def sums(name: str, once: bool | None = None) -> float:
+        return sum(getattr(o, name).at(k) for o, k in options if once is None or o.reduce_once == once)
 
-        add = not problem.overlap or table.exposed
-        seconds += micro * phase(shape.forward_seconds + sums("copy"), sums("gather"), add)
-        compute = shape.backward_seconds + sums("copy_again") + sums("copy_reduce", False)
-        wires = sums("gather_again") + sums("reduce", False)
-        seconds += (micro - 1) * phase(compute, wires, add)
-        seconds += phase(compute + sums("copy_reduce", True), wires + sums("reduce", True), add)
-        seconds += sums("step")
-    return seconds
+    seconds = micro * phase(shape.forward_seconds + sums("copy"), sums("gather"), add)
+    compute = shape.backward_seconds + sums("copy_again") + sums("copy_reduce", False)
+    wires = sums("gather_again") + sums("reduce", False)
+    seconds += (micro - 1) * phase(compute, wires, add)
+    seconds += phase(compute + sums("copy_reduce", True), wires + sums("reduce", True), add)
+    return seconds + sums("step")
 
 
 def phase(compute: float, communication: float, add: bool) -> float:

@@ -11,9 +11,14 @@ import numpy as np
 
 from osdp.search.highs import INFINITY, Answer, solve
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
-from osdp.search.program import Group, Model
+from osdp.search.program import Group, Kinds, Model
 
 _TOLERANCE = 1e-9  # relative: what two sums of the same seconds in another order may differ by
+_MANY = 40  # single stages in a program that has the rows of all; see [Note: Asked]
+_AT_ONCE = 16  # stages whose rows are added at a time
+_ROUNDS = 6  # of adding rows to a relaxation
+_SMALL = 200  # columns
+_SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try may cost above it
 _LAST = 3  # stages at the end of a run that are looked at one by one from the start: the peak is mostly there
 
 
@@ -62,11 +67,51 @@ def _runs(problem: Problem) -> Iterator[tuple[int, int]]:
         first = stop
 
 
-def relaxed_bound(problem: Problem) -> float:
+def relaxed_bound(problem: Problem, *, seconds: float = INFINITY) -> float:
     """A lower bound on the seconds of any choice that fits; infinite where none does."""
-    scale = _scale(problem)
-    answer = solve(Model(problem, coarse_groups(problem), scale=scale).program, relaxed=True)
-    return INFINITY if answer.status == "infeasible" else answer.bound / scale
+    kinds = Kinds(problem, _scale(problem))
+    groups = coarse_groups(problem)
+    answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + seconds)[1]
+    return INFINITY if answer.status == "infeasible" else answer.bound / kinds.scale
+
+
+def first_asked(groups: Sequence[Group]) -> set[int] | None:
+    """The stages whose rows are in the program from the start: all, unless they are many; see [Note: Asked]."""
+    single = [group.first for group in groups if group.size == 1]
+    return None if len(single) <= _MANY else set(single[-_LAST:])
+
+
+def more_asked(asked: set[int] | None, verdict: Verdict) -> set[int]:
+    """Stages that exceed the limit and whose rows are not in the program yet: the worst of them."""
+    if asked is None:
+        return set()
+    worst = sorted(zip(verdict.excess, verdict.over, strict=True), reverse=True)
+    return set([stage for _, stage in worst if stage not in asked][:_AT_ONCE])
+
+
+def relaxed(
+    problem: Problem,
+    groups: Sequence[Group],
+    kinds: Kinds,
+    asked: set[int] | None,
+    *,
+    excluded: Sequence[tuple[StageChoice, ...]] = (),
+    deadline: float,
+) -> tuple[Model, Answer, set[int] | None]:
+    """A program, its relaxation and its rows: rows are added where the choice that it leans to exceeds the limit."""
+    for rounds in range(_ROUNDS):
+        model = Model(problem, groups, kinds=kinds, asked=asked)
+        for choice in excluded:
+            model.exclude(choice)
+        answer = solve(model.program, relaxed=True, seconds=max(deadline - time.monotonic(), 0.5))
+        late = rounds + 1 == _ROUNDS or time.monotonic() >= deadline
+        if asked is None or answer.values is None or late or len(groups) < len(problem.stages):
+            break
+        more = more_asked(asked, evaluate(problem, model.rounded(answer.values)))
+        if not more:
+            break
+        asked = asked | more
+    return model, answer, asked
 
 
 def solve_exactly(problem: Problem, *, cutoff: float | None = None, seconds: float = INFINITY) -> Outcome:
@@ -77,8 +122,8 @@ def solve_exactly(problem: Problem, *, cutoff: float | None = None, seconds: flo
 class _Search:
     """Bounds, tries and refines until the best choice meets the bound.
 
-    Every round relaxes the program for a bound and the columns' reduced costs, looks for a good choice among the cheap
-    columns, and solves the program without the columns that cannot be part of a better one.
+    Every round relaxes the program for a bound and the columns' reduced costs, and solves it without the columns that
+    cannot be part of a better choice.
     """
 
     def __init__(self, problem: Problem, cutoff: float | None, seconds: float) -> None:
@@ -86,6 +131,7 @@ class _Search:
         self.cutoff = INFINITY if cutoff is None else cutoff
         self.deadline = time.monotonic() + seconds
         self.scale = _scale(problem)
+        self.kinds = Kinds(problem, self.scale)
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
@@ -95,70 +141,103 @@ class _Search:
     def to_beat(self) -> float:
         return self.cutoff if self.best is None else min(self.best[1].seconds, self.cutoff)
 
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
     def run(self) -> Outcome:
         groups = first_groups(self.problem)
+        rows = first_asked(groups)
         while True:
-            model = Model(self.asked, groups, scale=self.scale)
-            for choice in self.excluded:
-                model.exclude(choice)
-            relaxation = solve(model.program, relaxed=True)
+            model, relaxation, rows = relaxed(
+                self.asked, groups, self.kinds, rows, excluded=self.excluded, deadline=self.deadline
+            )
             if relaxation.status == "infeasible" or relaxation.bound / self.scale >= self.to_beat:
                 return self._done("optimal")
             self.bound = max(self.bound, relaxation.bound / self.scale)
-            if self.to_beat == INFINITY:
-                self._look_among_cheap(model, groups, relaxation)
+            if self.best is None and rows is not None:
+                self._round_off(model, relaxation, groups, rows)
             verdict = self._round(model, groups, relaxation)
             if verdict is None:
                 return self._done("optimal")
             if self.best is not None and self.best[1].seconds <= self.bound * (1 + _TOLERANCE):
                 return self._done("optimal")
-            if time.monotonic() >= self.deadline:
+            if self.best is None and verdict.over:
+                self._look_lower(groups, rows, max(verdict.excess))
+            if self.left <= 0:
                 return self._done("limit")
+            more = more_asked(rows, verdict)
             refined = refine(groups, verdict)
-            if refined == groups:  # the program is the problem itself: what differs is HiGHS's tolerance
-                over = verdict.peak - self.problem.limit
-                if over <= 0:
-                    return self._done("optimal")
-                if model.exclude(self.judged):
-                    self.excluded.append(self.judged)
-                else:
-                    self.asked = replace(self.asked, limit=self.asked.limit - over)
-            groups = refined
+            if refined == groups and not more and not self._forbid(model, verdict):
+                return self._done("optimal")
+            groups, rows = refined, None if rows is None else rows | more
+
+    def _forbid(self, model: Model, verdict: Verdict) -> bool:
+        """The program is the problem itself here: what differs is HiGHS's tolerance. False where nothing differs."""
+        over = verdict.peak - self.problem.limit
+        if over <= 0:
+            return False
+        if model.exclude(self.judged):
+            self.excluded.append(self.judged)
+        else:
+            self.asked = replace(self.asked, limit=self.asked.limit - over)
+        return True
 
     def _round(self, model: Model, groups: list[Group], relaxation: Answer) -> Verdict | None:
-        """One exact solve of the program; None where it proves that nothing beats the best."""
-        unused = None
-        if self.to_beat < INFINITY:
-            room = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
-            unused = self._dear(model, relaxation, room)
-        enough = self.to_beat * self.scale * (1 - _TOLERANCE)
-        answer = solve(model.program, unused=unused, enough=enough, seconds=self.deadline - time.monotonic())
-        self.nodes += answer.nodes
-        if answer.status in ("infeasible", "bounded"):
-            return None
-        self.bound = max(self.bound, min(answer.bound / self.scale, self.to_beat))
-        if answer.values is None:
-            return Verdict(INFINITY, 0)
-        return self._judge(model, groups, answer)
+        """The program's optimum, judged; None where it proves that nothing beats the best.
 
-    def _look_among_cheap(self, model: Model, groups: list[Group], relaxation: Answer) -> None:
-        """A first choice from few columns, so that the exact solve can drop most of the others.
-
-        What exceeds the limit for the order of its stages is tried again with a limit that is lower by as much.
+        Few columns first: an optimum that costs less than any column that was left out is that of all columns.
         """
+        verdict = Verdict(INFINITY, 0)
+        for share in _shares(model, relaxation):
+            beating = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
+            room = min(beating, share * relaxation.objective)
+            unused = None if room == INFINITY else self._dear(model, relaxation, room)
+            room = room if unused is None or unused.any() else beating  # then it has all columns
+            enough = self.to_beat * self.scale * (1 - _TOLERANCE)
+            answer = solve(model.program, unused=unused, enough=enough, seconds=self.left)
+            self.nodes += answer.nodes
+            if answer.status in ("infeasible", "bounded") and room == beating:
+                return None
+            if answer.values is not None:
+                verdict = self._judge(model, groups, answer)
+            whole = answer.objective - relaxation.objective <= room or room == beating
+            reached = answer.bound if whole else min(answer.bound, relaxation.objective + room)
+            self.bound = max(self.bound, min(reached / self.scale, self.to_beat))
+            if (whole and answer.status == "optimal") or self.left <= 0:
+                break
+        return verdict
+
+    def _round_off(self, model: Model, relaxation: Answer, groups: list[Group], rows: set[int] | None) -> None:
+        """A first choice of many single stages: the one that a relaxation leans to, with a limit that it meets."""
         limit = self.asked.limit
-        for share in (1e-4, 1e-4, 1e-3, 1e-3, 1e-2, 1e-2, 1e-2, 1e-2):
-            if limit < self.asked.limit:
-                model = Model(replace(self.asked, limit=limit), groups, scale=self.scale)
-                relaxation = solve(model.program, relaxed=True)
-                if relaxation.status == "infeasible":
-                    return
+        for _ in range(_ROUNDS):
+            if relaxation.values is None or len(groups) < len(self.problem.stages):
+                return
+            choice = model.rounded(relaxation.values)
+            verdict = evaluate(self.problem, choice)
+            self._offer(choice, verdict)
+            if verdict.peak <= self.problem.limit:
+                return
+            limit -= verdict.peak - self.problem.limit
+            lower = replace(self.asked, limit=limit)
+            model, relaxation, rows = relaxed(lower, groups, self.kinds, rows, deadline=self.deadline)
+
+    def _look_lower(self, groups: list[Group], rows: set[int] | None, excess: int) -> None:
+        """A first choice: what exceeds the limit is tried again with a limit that is lower by as much."""
+        limit = self.asked.limit
+        for share in (1e-4, 1e-3, 1e-3, 1e-2, 1e-2, 1e-2):
+            limit -= excess
+            lower = replace(self.asked, limit=limit)
+            model, relaxation, rows = relaxed(lower, groups, self.kinds, rows, deadline=self.deadline)
+            if relaxation.values is None:
+                return
             unused = self._dear(model, relaxation, share * relaxation.objective)
-            answer = solve(model.program, unused=unused, seconds=min(1.0, self.deadline - time.monotonic()))
+            answer = solve(model.program, unused=unused, seconds=min(1.0, self.left))
             if answer.values is not None:
                 self.nodes += answer.nodes
-                limit -= max(self._judge(model, groups, answer).peak - self.problem.limit, 0)
-            if self.best is not None or time.monotonic() >= self.deadline:
+                excess = max(self._judge(model, groups, answer).peak - self.problem.limit, 0)
+            if self.best is not None or self.left <= 0:
                 return
 
     def _dear(self, model: Model, relaxation: Answer, room: float) -> np.ndarray:
@@ -171,11 +250,16 @@ class _Search:
     def _judge(self, model: Model, groups: list[Group], answer: Answer) -> Verdict:
         choice, verdict = arranged(self.problem, groups, model.read(answer))
         self.judged = choice
-        if verdict.peak <= self.problem.limit and verdict.seconds < self.to_beat:
-            self.best = choice, verdict
+        self._offer(choice, verdict)
         return verdict
 
+    def _offer(self, choice: tuple[StageChoice, ...], verdict: Verdict) -> None:
+        if verdict.peak <= self.problem.limit and verdict.seconds < self.to_beat:
+            self.best = choice, verdict
+
     def _done(self, status: str) -> Outcome:
+        if self.best is None and status == "limit" and self.cutoff == INFINITY:
+            self._offer(*lowest_peak(self.problem))
         if self.best is None:
             bound = INFINITY if status == "optimal" else self.bound
             return Outcome(None, None, bound, self.nodes, "infeasible" if status == "optimal" else status)
@@ -184,14 +268,46 @@ class _Search:
         return Outcome(choice, verdict, bound, self.nodes, status)
 
 
+def _shares(model: Model, relaxation: Answer) -> tuple[float, ...]:
+    """What columns may cost above the relaxation, try by try; a small program is not worth more than two."""
+    if relaxation.reduced_costs is None:
+        return (INFINITY,)
+    return (*(_SHARES if len(model.program.cost) > _SMALL else _SHARES[-1:]), INFINITY)
+
+
 def lowest_peak(problem: Problem, *, seconds: float = 5.0) -> tuple[tuple[StageChoice, ...], Verdict]:
-    """A choice that needs as little memory as any, whatever its seconds."""
+    """A choice that needs as little memory as any, whatever its seconds; of very many stages, nearly so."""
     groups = first_groups(problem)
-    model = Model(problem, groups, scale=0.0, minimise_peak=True)
+    kinds, rows = Kinds(problem, _scale(problem)), first_asked(groups)
+    if rows is not None:
+        return _nearly_lowest(problem, groups, kinds, rows)
+    model = Model(problem, groups, kinds=kinds, minimise_peak=True)
     answer = solve(model.program, seconds=seconds)
     if answer.values is None:
         answer = solve(model.program, seconds=60.0)
     return arranged(problem, groups, model.read(answer))
+
+
+def _nearly_lowest(
+    problem: Problem, groups: list[Group], kinds: Kinds, rows: set[int]
+) -> tuple[tuple[StageChoice, ...], Verdict]:
+    """The best of what relaxations lean to, with rows added where those are highest."""
+    groups = [Group(stage, stage + 1) for stage in range(groups[0].first, groups[-1].stop)]
+    best: tuple[tuple[StageChoice, ...], Verdict] | None = None
+    for _ in range(_ROUNDS):
+        model = Model(problem, groups, kinds=kinds, asked=rows, minimise_peak=True)
+        answer = solve(model.program, relaxed=True)
+        if answer.values is None:
+            break
+        choice = model.rounded(answer.values)
+        verdict = evaluate(problem, choice)
+        if best is None or verdict.peak < best[1].peak:
+            best = choice, verdict
+        rows = rows | more_asked(rows, evaluate(replace(problem, limit=verdict.peak * 99 // 100), choice))
+    if best is None:
+        choice = model.rounded(np.zeros(len(model.program.cost)))
+        best = choice, evaluate(problem, choice)
+    return best
 
 
 def _scale(problem: Problem) -> float:
@@ -209,7 +325,8 @@ def arranged(
         ordered: list[StageChoice] = []
         for group, members in zip(groups, choices, strict=True):
             table = problem.stages[group.first]
-            ordered += sorted(members, key=lambda c, table=table, key=key: (key(table, c), c.shape, c.options))
+            needs = {c: key(table, c) for c in set(members)}
+            ordered += sorted(members, key=lambda c, needs=needs: (needs[c], c.shape, c.options))
         verdict = evaluate(problem, tuple(ordered))
         if best is None or verdict.peak < best[1].peak:
             best = tuple(ordered), verdict
@@ -228,7 +345,8 @@ def tidied(
         ordered: list[StageChoice] = []
         for first, stop in runs:
             table = problem.stages[first]
-            ordered += sorted(choice[first:stop], key=lambda c, t=table, s=sign: (s * _need(t, c), c.shape, c.options))
+            needs = {c: sign * _need(table, c) for c in set(choice[first:stop])}
+            ordered += sorted(choice[first:stop], key=lambda c, needs=needs: (needs[c], c.shape, c.options))
         again = evaluate(problem, tuple(ordered))
         if again.peak <= problem.limit and again.seconds <= verdict.seconds * (1 + _TOLERANCE):
             return tuple(ordered), again
