@@ -1,22 +1,30 @@
-"""Plans made by hand for tests: any mode, split, recompute and granularity, whether or not it would be chosen."""
+"""Plans made by hand for tests: any mode, split, recompute and granularity, whether or not it would be chosen.
+
+And what a model that runs one holds, put together again: to compare it with a model that runs in a single process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 
+import torch
 from small_models import captured
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from osdp.api import plan_units
 from osdp.cluster import Cluster
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
-from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, Predicted
+from osdp.model.graph import ModelGraph
+from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
+from osdp.runtime.split import SplitOperator
 
 
 def plan_by_hand(
-    model: str,
+    model: str | ModelGraph,
     world: str,
     *,
     modes: Sequence[str],
@@ -31,7 +39,8 @@ def plan_by_hand(
     reduce_once: Sequence[bool] = (False,),
 ) -> Plan:
     """Modes, and (slices, sharded slices) of what can be split, go round over the units, recompute over the blocks."""
-    shapes, again = Shapes(captured(model, "bf16" if precision != "fp32" else "fp32")), cycle(recompute)
+    graph = captured(model, "bf16" if precision != "fp32" else "fp32") if isinstance(model, str) else model
+    shapes, again = Shapes(graph), cycle(recompute)
     chosen = []
     for index, stage in enumerate(shapes.graph.stages):
         known = {shape.granularity for shape in shapes.of(index)}
@@ -44,9 +53,56 @@ def plan_by_hand(
         planned = next(each for each in layout.units if each.name == unit.name)
         slices, sharded = next(split) if planned.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
         units.append(replace(unit, splits=slices, sharded_splits=sharded))
+    return _plan(graph.name, world, units, precision, reduce_dtype, optimizer, batch_size, accumulation)
+
+
+def plan_of_units(
+    model: nn.Module,
+    world: str,
+    modes: Mapping[tuple[str, ...], str],
+    *,
+    recompute: Sequence[str] = (),
+    precision: str = "fp32",
+    reduce_dtype: str = "fp32",
+) -> Plan:
+    """A plan for a model that is not captured: units by the names of their modules, in the order of forward."""
+    modules = dict(model.named_modules())
+    held: dict[tuple[str, ...], int] = {}
+    taken: set[nn.Parameter] = set()
+    for names in sorted(modes, key=lambda names: -max(name.count(".") + bool(name) for name in names)):
+        own = {p for name in names for p in modules[name].parameters()} - taken
+        taken |= own
+        held[names] = sum(parameter.numel() for parameter in own)
+    units = [
+        PlanUnit(
+            name=names[0],
+            modules=names,
+            block=names[0] if names[0] in recompute else None,
+            mode=mode,
+            splits=1,
+            sharded_splits=1,
+            recompute=names[0] in recompute,
+            reduce_once=False,
+            parameters=held[names],
+        )
+        for names, mode in modes.items()
+    ]
+    return _plan(type(model).__name__, world, units, precision, reduce_dtype, "sgd", 1, 1)
+
+
+def _plan(
+    name: str,
+    world: str,
+    units: Sequence[PlanUnit],
+    precision: str,
+    reduce_dtype: str,
+    optimizer: str,
+    batch_size: int,
+    accumulation: int,
+) -> Plan:
     return Plan(
         version=PLAN_VERSION,
-        model=PlanModel(model, 0, None),
+        model=PlanModel(name, sum(unit.parameters for unit in units), None),
         cluster=Cluster.parse(f"{world}xCPU"),
         precision=precision,
         reduce_dtype=reduce_dtype,
@@ -58,3 +114,37 @@ def plan_by_hand(
         baselines=(),
         units=tuple(units),
     )
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter as the plain model has it, by its first name there. A collective for each that is sharded."""
+    return {name: _joined([p.detach() for p in parts], dim) for name, parts, dim in _parts(model)}
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Every parameter's gradient, likewise; None where there is none, in no slice of it."""
+    found: dict[str, Tensor | None] = {}
+    for name, parts, dim in _parts(model):
+        gradients = [part.grad for part in parts if part.grad is not None]
+        assert len(gradients) in (0, len(parts)), f"{name}: {len(gradients)} of {len(parts)} slices have a gradient"
+        found[name] = _joined(gradients, dim) if gradients else None
+    return found
+
+
+def _parts(model: nn.Module) -> list[tuple[str, list[nn.Parameter], int]]:
+    parts: dict[str, tuple[list[nn.Parameter], int]] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        operator = owner.rpartition(".slices.")[0]
+        split = model.get_submodule(operator) if operator else None
+        if isinstance(split, SplitOperator):
+            dim = split.weight_dim if parameter.ndim > 1 else 0
+            parts.setdefault(f"{operator}.{key}", ([], dim))[0].append(parameter)
+        else:
+            parts[name] = ([parameter], 0)
+    return [(name, *found) for name, found in parts.items()]
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return torch.cat(whole, dim) if len(whole) > 1 else whole[0].clone()

@@ -3,11 +3,21 @@
 `fsdp` is a module of its own, because planning does without it and it takes half a second to load.
 """
 
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+def default_timeout() -> timedelta | None:
+    """The time-out that the user gave the process group; new groups would take torch's own of half an hour."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    options = getattr(backend, "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def fake_store() -> Any:
@@ -17,4 +27,12 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "fake_store", "tree_leaves", "tree_map_only"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "default_timeout",
+    "fake_store",
+    "tree_leaves",
+    "tree_map_only",
+]

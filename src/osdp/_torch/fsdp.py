@@ -20,7 +20,9 @@ __all__ = [
     "FSDPModule",
     "FSDPParamGroup",
     "ReduceScatter",
+    "backward_broke",
     "compute_in_place",
+    "drop_gradients",
     "param_groups",
     "shared_post_forward_meshes",
 ]
@@ -30,6 +32,19 @@ def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
     """What FSDP2 gathers together for a module: one group, or none where deeper units hold all of its parameters."""
     assert isinstance(module, FSDPModule)
     return module._get_fsdp_state()._fsdp_param_groups
+
+
+def backward_broke(model: FSDPModule) -> bool:
+    """Whether the last backward did not come to its end, so that FSDP2's state is not what the next step needs."""
+    return model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
+
+def drop_gradients(group: FSDPParamGroup) -> None:
+    """Forgets gradients that were computed but not reduced; `reset_iter_state` leaves them."""
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
 
 
 def compute_in_place(group: FSDPParamGroup) -> None:

@@ -1,7 +1,7 @@
 """The parser, and what becomes of an error: a sentence and an exit code, never a traceback.
 
 [Note: Exit codes]
-0 done; 1 something failed; 2 the input must be corrected; 3 no plan fits the memory; 130 interrupted.
+0 done; 1 something failed; 2 the input must be corrected; 3 no plan fits the memory; 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import osdp
-from osdp.cli import devices, graph, models, plan
+from osdp.cli import devices, graph, models, plan, train
 from osdp.cli.parser import Parser
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 
@@ -32,6 +32,7 @@ examples:
   osdp plan gpt2-xl --cluster 8xRTX-3090    the best plan, and what it gains
   osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
   osdp graph plan.json                      what a step computes and sends
+  torchrun --nproc-per-node 8 -m osdp train gpt2-xl --plan plan.json --data FILE
 
 exit codes:
   0 done   1 failed   2 input to correct   3 no plan fits the memory
@@ -42,7 +43,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, graph, models, devices):
+    for command in (plan, train, graph, models, devices):
         command.add_to(commands)
     return parser
 

@@ -203,6 +203,11 @@ def _has_column(mode: str, cluster: Cluster) -> bool:
     return cluster.exchanges_on_two_levels and mode in (KEEP, FREE, FREE_TO_NODE)
 
 
+def reduction_end(places: Places, cluster: Cluster) -> Position:
+    """Where a reduction's buffers are freed: where the next begins; carried, once the next has copied its input in."""
+    return min(places.reduced.next(), places.finish) if cluster.device.is_cpu else places.reduced
+
+
 def _reduction(
     mode: str, option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster
 ) -> list[Hold]:
@@ -224,16 +229,15 @@ def _reduction(
     entry = leave
     if option.slices > 1 and places.gradients:
         entry = min(position for _, position in places.gradients)
-    holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, places.reduced))
-    result, under_way = (
-        sizes.trained * reduce,
-        cluster.device.is_cpu and reduce == master,
-    )  # a cast waits for the result
+    under_way = cluster.device.is_cpu and reduce == master  # a cast waits for the result
+    ended = reduction_end(places, cluster) if under_way else places.reduced
+    holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, ended))
+    result = sizes.trained * reduce
     if cluster.device.is_cpu and mode != REPLICATE:
         room = sizes.trained + (sizes.reduced // cluster.devices_per_node if _has_column(mode, cluster) else 0)
         begin = leave.next() if option.slices == 1 else entry
         if under_way:
-            holds.append(Hold(BUFFERS, room * reduce, begin, places.reduced))
+            holds.append(Hold(BUFFERS, room * reduce, begin, ended))
         else:  # it is free again when the result is cast
             holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
     if reduce != master:
@@ -241,7 +245,7 @@ def _reduction(
         lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE) and not cluster.device.is_cpu
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one
-        added = places.reduced if under_way else leave.next().next()
+        added = ended if under_way else leave.next().next()
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
 

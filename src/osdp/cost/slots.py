@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.cost.holds import Hold, Position
+from osdp.cluster import Cluster
+from osdp.cost.holds import Hold, Position, reduction_end
 from osdp.cost.layout import Layout
 from osdp.model.graph import IntArray
 from osdp.search.problem import Guest, Rows, UnitOption
@@ -35,7 +36,9 @@ def visit_bytes(holds: Sequence[Hold], visit: int, length: int, always: int) -> 
     return change.cumsum()[:length] - always
 
 
-def neighbour_flags(layout: Layout, index: int, slots: Slots) -> list[tuple[IntArray, IntArray, IntArray]]:
+def neighbour_flags(
+    layout: Layout, index: int, slots: Slots, cluster: Cluster
+) -> list[tuple[IntArray, IntArray, IntArray]]:
     """For both visits: the slots with the next stage's gather, those of its issue, and those with a reduction."""
     issues: list[list[Position]] = [[], []]
     reduced: list[Position] = []
@@ -46,8 +49,9 @@ def neighbour_flags(layout: Layout, index: int, slots: Slots) -> list[tuple[IntA
             if issue is not None and enter is not None and issue.visit <= slots.visits[which] < enter.visit:
                 issues[which].append(issue)
         left = places.leave_again
-        if left is not None and left.visit < slots.visits[1] <= places.reduced.visit:
-            reduced.append(places.reduced)
+        end = reduction_end(places, cluster)
+        if left is not None and left.visit < slots.visits[1] <= end.visit:
+            reduced.append(end)
     flags = []
     for which, length in enumerate(slots.lengths):
         tail, issue, head = (np.zeros(length, dtype=np.int64) for _ in range(3))

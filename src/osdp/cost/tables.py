@@ -215,7 +215,7 @@ class _MadeShape:
         if shaped.stage.name in tables._long:
             options = (tuple(_together(options)),)
         guests = _guests(tables, layout, index, slots)
-        flags = neighbour_flags(layout, index, slots)
+        flags = neighbour_flags(layout, index, slots, tables.cluster)
         groups = [SlotGroups.of(options, guests, which, flags[which]) for which in (0, 1)]
         return _MadeShape(
             shaped,

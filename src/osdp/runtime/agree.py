@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -54,20 +55,31 @@ def check_weights(model: nn.Module) -> None:
     if dist.get_backend() == "fake" or any(parameter.is_meta for parameter in model.parameters()):
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own = {name: int(torch.hash_tensor(tensor.detach())) for name, tensor in tensors.items() if tensor.numel()}
+    own = {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
     everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, own)
     for rank, theirs in enumerate(everyone):
         differs = next((name for name in everyone[0] if theirs.get(name) != everyone[0][name]), None)
         if differs is not None:
             raise UsageError(
-                f"rank {rank} has other values of {differs} than rank 0; call torch.manual_seed alike on every rank"
-                " before the model is built, or build it under torch.device('meta') and call osdp.initialize afterwards"
+                f"rank {rank} has other weights than rank 0: {differs} differs; call torch.manual_seed alike on every"
+                " rank before the model is built, or build it under torch.device('meta') and call osdp.initialize"
             )
 
 
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
 def check_model(model: nn.Module, plan: Plan) -> None:
-    """The model must have the plan's modules, with as many parameters as were planned."""
+    """The model must have the plan's modules, with as many parameters as were planned, in the planned dtype."""
+    master = torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != master:
+            raise UsageError(
+                f"{name} is {parameter.dtype} but {plan.precision} was planned with {master}; call model.to({master})"
+                " before osdp.parallelize, or plan another precision"
+            )
     modules = dict(model.named_modules())
     taken: set[nn.Parameter] = set()
     for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):

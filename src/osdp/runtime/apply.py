@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from osdp._torch.fsdp import compute_in_place, param_groups, shared_post_forward_meshes
+from osdp._torch.fsdp import backward_broke, compute_in_place, drop_gradients, param_groups, shared_post_forward_meshes
 from osdp.errors import UsageError
 from osdp.planfile import IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
 from osdp.runtime.agree import check_model, check_ranks, check_weights
@@ -89,9 +89,9 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
         if piece.mode == REPLICATE:
             for group in param_groups(piece.modules[0]):
                 compute_in_place(group)
-    if carried:
-        _carry(pieces, meshes, two_levels=plan.cluster.exchanges_on_two_levels)
+    reductions = _carry(pieces, meshes, two_levels=plan.cluster.exchanges_on_two_levels) if carried else None
     _prefetch(plan, pieces)
+    model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions), prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     _applied[model] = Applied(plan, tuple(pieces), template)
     return model
@@ -101,6 +101,18 @@ def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
     if plan.precision == "bf16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[plan.reduce_dtype])
     return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
+
+
+def _recover(pieces: Sequence[Piece], reductions: Reductions | None, model: nn.Module, inputs: object) -> None:
+    """Clears away what a backward that failed, and was caught, has left behind."""
+    root = _sharded(model)
+    if torch.is_grad_enabled() and backward_broke(root):
+        if reductions is not None:
+            reductions.finish_all()
+        root.reset_iter_state()
+        for piece in pieces:
+            for group in param_groups(piece.modules[0]):
+                drop_gradients(group)
 
 
 def _free_unless_trained(pieces: Sequence[Piece], model: nn.Module, inputs: object, outputs: object) -> None:
@@ -170,19 +182,19 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def _carry(pieces: Sequence[Piece], meshes: Meshes, *, two_levels: bool) -> None:
+def _carry(pieces: Sequence[Piece], meshes: Meshes, *, two_levels: bool) -> Reductions:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
     courier = Courier(inline=dist.get_backend() == "fake")
     reductions = Reductions(courier, limit=REDUCTIONS_UNDER_WAY)
     for piece in pieces:
         module = _sharded(piece.modules[0])
         for group in param_groups(piece.modules[0]):
-            if piece.mode == REPLICATE:
-                module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group))
+            scatter = CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
             module.set_custom_all_gather(CarriedAllGather(courier, meshes.groups, two_levels=two_levels))
-            module.set_custom_reduce_scatter(
-                CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
-            )
+            module.set_custom_reduce_scatter(scatter)
+            if piece.mode == REPLICATE:
+                module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
+    return reductions
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece]) -> None:

@@ -3,8 +3,12 @@
 [Note: Reduce-scatter]
 gloo's own reduce-scatter sends as much as an all-reduce, twice what it must. Here parts go round in a ring: every rank
 adds its own to what its left neighbour sends and passes the sum on, so that part r arrives complete at rank r. That is
-the traffic of a reduce-scatter, for room for one more part. Rings also keep both directions of a link busy, which
-gloo's all-to-all does not: there a rank's readiness to receive waits behind what it sends to the same peer.
+the traffic of a reduce-scatter, for room for one more part.
+
+[Note: Ring]
+gloo sends only when the receiver has said that it is ready, and says so behind whatever it sends to the same peer. So
+receives are posted before anything is sent, and each part goes in pieces: while one is added, the next is on its way.
+gloo's own all-gather and all-to-all do neither, and leave a fifth to a half of a slow link unused.
 
 [Note: Two levels]
 Rank r = node * D + d holds part r. To gather over both levels, ranks with the same d exchange their parts across nodes
@@ -25,6 +29,8 @@ from torch import Tensor, nn
 
 from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceScatter
 from osdp.runtime.courier import Courier, Delivery, Reductions
+
+PIECES = 2  # of a part on its way; see [Note: Ring]
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,7 @@ class CarriedAllGather(_Allocates, AllGather):
             job = partial(_gather_two_levels, output_tensor, input_tensor, column, self._groups)
             delivery = self._courier.send(job, output_tensor, column)
         else:
-            job = partial(dist.all_gather_single, output_tensor, input_tensor, own)
-            delivery = self._courier.send(job, output_tensor)
+            delivery = self._courier.send(partial(_gather, output_tensor, input_tensor, own), output_tensor)
         if async_op:
             return delivery
         delivery.wait()
@@ -78,10 +83,15 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
 
     def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, *, two_levels: bool) -> None:
         self._reductions, self._groups, self._unit, self._two_levels = reductions, groups, unit, two_levels
+        self.input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._reductions.make_room()
-        return super().allocate(size, dtype=dtype, device=device)
+        """FSDP2 asks for the input, copies gradients in, then asks for the output: only then it may have to wait."""
+        if self.input is not None:
+            self._reductions.make_room()
+            return super().allocate(size, dtype=dtype, device=device)
+        self.input = super().allocate(size, dtype=dtype, device=device)
+        return self.input
 
     def __call__(
         self,
@@ -91,6 +101,7 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
+        self.input = None
         own, arrived = self._groups.like(group), torch.empty_like(output_tensor)
         if own is self._groups.node and self._groups.two_levels:
             job, held = partial(_reduce_in_node, output_tensor, input_tensor, arrived, self._groups), (arrived,)
@@ -105,14 +116,21 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
 
 
 class CarriedAllReduce:
-    """FSDP2's hook after a reduction: the mean of a replicated unit's gradients over all ranks, by courier."""
+    """FSDP2's hook after a reduction: the mean of a replicated unit's gradients over all ranks, by courier.
 
-    def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup) -> None:
-        self._reductions, self._groups, self._unit = reductions, groups, unit
+    The reduction before it, `copying`, is over one rank: only its buffers are used.
+    """
+
+    def __init__(
+        self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, copying: CarriedReduceScatter
+    ) -> None:
+        self._reductions, self._groups, self._unit, self._copying = reductions, groups, unit, copying
 
     def __call__(self, gradient: Tensor) -> None:
         job = partial(_average, gradient, self._groups.world, self._groups.world.size())
-        self._reductions.start(job, _parameters(self._unit), wait=_is_cast(gradient, self._unit))
+        held, self._copying.input = self._copying.input, None
+        assert held is not None
+        self._reductions.start(job, _parameters(self._unit), held, wait=_is_cast(gradient, self._unit))
 
 
 def _parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
@@ -124,25 +142,65 @@ def _is_cast(reduced: Tensor, unit: FSDPParamGroup) -> bool:
     return reduced.dtype != unit._orig_dtype
 
 
+def _gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's part in every rank's output; see [Note: Ring]."""
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        dist.all_gather_single(output, part, group)
+        return
+    ranks, rank = group.size(), group.rank()
+    parts = [each.chunk(PIECES) for each in output.chunk(ranks)]
+    if parts[rank][0].data_ptr() != part.data_ptr():
+        output.chunk(ranks)[rank].copy_(part)
+    arriving = {}
+    for step in range(1, ranks):
+        for index, piece in enumerate(parts[(rank - step) % ranks]):
+            tag = step * PIECES + index
+            arriving[tag] = dist.irecv(piece, group=group, group_src=(rank - 1) % ranks, tag=tag)
+    sent = []
+    for step in range(1, ranks):
+        for index, piece in enumerate(parts[(rank - step + 1) % ranks]):
+            if step > 1:
+                _wait(arriving.pop((step - 1) * PIECES + index))
+            sent.append(dist.isend(piece, group=group, group_dst=(rank + 1) % ranks, tag=step * PIECES + index))
+    for work in (*arriving.values(), *sent):
+        _wait(work)
+
+
 def _gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
-    dist.all_gather_single(column, part, groups.across)
+    _gather(column, part, groups.across)
     nodes = groups.across.size()
     for whole, own in zip(output.chunk(nodes), column.chunk(nodes), strict=True):
-        dist.all_gather_single(whole, own, groups.node)
+        _gather(whole, own, groups.node)
 
 
 def _scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
-    """See [Note: Reduce-scatter]; `whole` is used up."""
+    """See [Note: Reduce-scatter] and [Note: Ring]; `whole` is used up."""
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        dist.reduce_scatter_single(output, whole, group=group)
+        return
     ranks, rank = group.size(), group.rank()
-    parts = whole.chunk(ranks)
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
+    parts = [each.chunk(PIECES) for each in whole.chunk(ranks)]
+    room = arrived.chunk(PIECES)
+    receive = partial(dist.irecv, group=group, group_src=(rank - 1) % ranks)
+    arriving = [receive(piece, tag=PIECES + index) for index, piece in enumerate(room)]
+    sent = []
     for step in range(1, ranks):
-        sent = dist.isend(parts[(rank - step) % ranks], group=group, group_dst=right)
-        dist.recv(arrived, group=group, group_src=left)
-        parts[(rank - step - 1) % ranks].add_(arrived)
-        if sent is not None:
-            sent.wait()
-    output.copy_(parts[rank])
+        for index, piece in enumerate(parts[(rank - step) % ranks]):
+            if step > 1:  # it is complete up to here once the left neighbour's has been added
+                _wait(arriving[index])
+                piece.add_(room[index])
+                arriving[index] = receive(room[index], tag=step * PIECES + index)
+            sent.append(dist.isend(piece, group=group, group_dst=(rank + 1) % ranks, tag=step * PIECES + index))
+    for piece, own, work, place in zip(parts[rank], room, arriving, output.chunk(PIECES), strict=True):
+        _wait(work)
+        torch.add(piece, own, out=place)
+    for work in sent:
+        _wait(work)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def _scatter_and_average(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from osdp._torch import default_timeout
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
 from osdp.runtime.collectives import Groups
 
@@ -50,9 +51,10 @@ class Meshes:
     def groups(self) -> Groups:
         """New process groups, which only the courier uses."""
         ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
-        world = dist.new_group(ranks.flatten().tolist())
-        node, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-        across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        timeout = default_timeout()
+        world = dist.new_group(ranks.flatten().tolist(), timeout=timeout)
+        node, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
         assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
         assert isinstance(across, dist.ProcessGroup)
         return Groups(world, node, across)

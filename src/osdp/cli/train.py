@@ -1,0 +1,279 @@
+"""`osdp train`: trains a model as it is planned, on all ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from osdp.cli.parser import Commands, checked, positive
+from osdp.cli.plan import _add_restrictions, _pins
+from osdp.cli.progress import shown_progress
+from osdp.cluster import Cluster, parse_bytes
+from osdp.cost.training import OPTIMIZERS, PRECISIONS
+from osdp.errors import UsageError
+from osdp.planfile import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from osdp.model.source import ModelSource
+    from osdp.training.loop import Settings
+    from osdp.training.run import PlanOf
+    from osdp.training.world import World
+
+DESCRIPTION = """\
+Train a model on text, as its plan says, on every rank that torchrun starts;
+without torchrun, on one. Without --plan it is planned first, for the ranks that
+run. The order of the data depends on the seed and the global batch alone, so
+that a run can go on with other ranks."""
+
+EXAMPLES = """\
+examples:
+  osdp train gpt-tiny --steps 50
+  torchrun --nproc-per-node 4 -m osdp train gpt-tiny --data book.txt
+  torchrun --nproc-per-node 8 -m osdp train llama3-8b --plan plan.json \\
+    --data tokens.bin --checkpoint run1 --save-every 500 --resume
+  torchrun --nproc-per-node 2 --max-restarts 3 -m osdp train \\
+    my_package.models:build --checkpoint run2 --save-every 100 --resume"""
+
+GLOBAL_BATCH = 32  # a choice of training and not of the plan: the same on any number of ranks that divides it
+PLANNING = {
+    "cluster": "--cluster",
+    "memory": "--memory",
+    "seq_len": "--seq-len",
+    "precision": "--precision",
+    "reduce_dtype": "--reduce-dtype",
+    "optimizer": "--optimizer",
+    "batch": "--batch",
+    "global_batch": "--global-batch",
+    "pin": "--pin",
+    "modes": "--modes",
+    "no_split": "--no-split",
+    "no_recompute": "--no-recompute",
+}
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "train", help="train a model as it is planned", description=DESCRIPTION, epilog=EXAMPLES
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a name of `osdp models`, a config.json or its folder, package.module:function"
+    )
+    _add_data(parser)
+    _add_training(parser)
+    _add_checkpoints(parser)
+    _add_planning(parser)
+    _add_restrictions(parser)
+    _add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        help="files of tokens (.npy, .bin) or text (any other) (default: a book that comes with osdp)",
+    )
+    group.add_argument(
+        "--tokenizer", metavar="FILE", type=Path, help="tokenizer.json for texts (default: a byte is a token)"
+    )
+    group.add_argument(
+        "--token-dtype", choices=("uint16", "uint32"), default="uint16", help="of .bin files (default: %(default)s)"
+    )
+    group.add_argument(
+        "--validation", metavar="PART", type=fraction, default=0.0, help="part of the data to hold back, such as 0.1"
+    )
+    group.add_argument(
+        "--validate-every", metavar="N", type=positive, default=0, help="steps between (default: at the end only)"
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--steps", metavar="N", type=positive, default=100, help="default: %(default)s")
+    group.add_argument(
+        "--lr", metavar="RATE", type=number, default=1e-3, help="the highest rate (default: %(default)s)"
+    )
+    group.add_argument(
+        "--warmup", metavar="N", type=positive, help="steps up to the highest rate (default: a tenth, at most 100)"
+    )
+    group.add_argument(
+        "--decay-steps", metavar="N", type=positive, help="where the cosine has fallen to a tenth (default: --steps)"
+    )
+    group.add_argument(
+        "--weight-decay", metavar="D", type=number, default=0.1, help="of matrices (default: %(default)s)"
+    )
+    group.add_argument(
+        "--clip", metavar="NORM", type=number, default=1.0, help="gradients' norm; 0: none (default: %(default)s)"
+    )
+    group.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and order (default: %(default)s)")
+    group.add_argument(
+        "--timeout", metavar="SECONDS", type=positive, default=300, help="for a micro-batch or a save (default: 300)"
+    )
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--checkpoint", metavar="DIR", type=Path, help="where to save, at the end and when interrupted")
+    group.add_argument("--save-every", metavar="N", type=positive, default=0, help="save every N steps too")
+    group.add_argument("--keep", metavar="N", type=positive, default=2, help="checkpoints (default: %(default)s)")
+    group.add_argument("--resume", action="store_true", help="go on from the newest in DIR, if there is one")
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("planning, as in `osdp plan`")
+    group.add_argument("--plan", metavar="FILE", type=Path, help="a plan of `osdp plan -o`; nothing is planned then")
+    group.add_argument(
+        "--cluster", metavar="CLUSTER", type=checked(Cluster.parse), help="plan for it (default: the ranks that run)"
+    )
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=checked(parse_bytes),
+        help="of each rank (default: the device's; half the machine's, shared, on CPUs)",
+    )
+    group.add_argument("--seq-len", metavar="S", type=positive, help="tokens in a sample (default: the model's own)")
+    group.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16, on CPUs fp32")
+    group.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="default: fp32, with pure-bf16 bf16")
+    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: adamw")
+    group.add_argument("--batch", metavar="B", type=positive, help="samples of one rank at a time")
+    group.add_argument(
+        "--global-batch",
+        metavar="G",
+        type=positive,
+        help=f"samples of a step (default: {GLOBAL_BATCH}, or the next multiple of the ranks)",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="one JSON document a line: start, every step, end")
+    group.add_argument("--log-every", metavar="N", type=positive, default=1, help="steps a line (default: %(default)s)")
+    group.add_argument("--tensorboard", metavar="DIR", type=Path, help="write curves there")
+    group.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+@checked
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number; give one such as 3e-4") from None
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{text} is not a number from 0 on; give one such as 3e-4")
+    return value
+
+
+@checked
+def fraction(text: str) -> float:
+    value = number(text)
+    if value >= 1:
+        raise UsageError(f"{text} is not a part of the data; give one below 1, such as 0.1")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> None:
+    _check(arguments)
+    # A lost rank is told in a sentence; without this, the library tells it first, with its stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    plan = Plan.load(arguments.plan) if arguments.plan else None
+    from osdp.model.source import load_model
+
+    seq_len = plan.model.seq_len if plan is not None and ":" not in arguments.model else arguments.seq_len
+    source = load_model(arguments.model, seq_len=seq_len)
+    from osdp.training.data import demo_text
+    from osdp.training.run import Files, Saying, train
+
+    code = train(
+        source,
+        Files(tuple(arguments.data or [demo_text()]), arguments.tokenizer, arguments.token_dtype),
+        _settings(arguments),
+        Saying(arguments.json, arguments.quiet, arguments.log_every, arguments.tensorboard),
+        plan_of=_planner(arguments, source, plan),
+        timeout_seconds=arguments.timeout,
+    )
+    if code:
+        raise SystemExit(code)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    given = [option for name, option in PLANNING.items() if getattr(arguments, name)]
+    if arguments.plan and given:
+        raise UsageError(f"--plan {arguments.plan} has settled {', '.join(given)}; leave one of the two out")
+    if arguments.batch and arguments.global_batch:
+        raise UsageError(
+            f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; give one"
+        )
+    for option in ("resume", "save_every"):
+        if getattr(arguments, option) and arguments.checkpoint is None:
+            raise UsageError(f"--{option.replace('_', '-')} needs a folder; give it with --checkpoint DIR")
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    from osdp.training.loop import Settings
+    from osdp.training.optimizer import Schedule
+
+    decay_steps = arguments.decay_steps or arguments.steps
+    warmup = arguments.warmup or max(1, min(100, decay_steps // 10))
+    return Settings(
+        steps=arguments.steps,
+        schedule=Schedule(arguments.lr, warmup, decay_steps),
+        weight_decay=arguments.weight_decay,
+        clip=arguments.clip,
+        seed=arguments.seed,
+        validation=arguments.validation,
+        validate_every=arguments.validate_every,
+        checkpoint=arguments.checkpoint,
+        save_every=arguments.save_every,
+        keep=arguments.keep,
+        resume=arguments.resume,
+    )
+
+
+def _planner(arguments: argparse.Namespace, source: ModelSource, given: Plan | None) -> PlanOf:
+    pins = _pins(arguments.pin or ())
+
+    def plan_of(world: World, model: nn.Module) -> Plan:
+        if given is not None:
+            return given
+        from osdp.api import plan
+        from osdp.training.run import this_cluster
+
+        cluster = arguments.cluster or this_cluster(world, memory_bytes=arguments.memory)
+        if cluster.world_size != world.size:
+            raise UsageError(
+                f"--cluster {cluster.label} has {cluster.world_size} devices but {world.size} ranks run; start as many"
+            )
+        with shown_progress(arguments.quiet or not world.leads) as progress:
+            return plan(
+                model,
+                source.inputs,
+                cluster,
+                memory=arguments.memory,
+                precision=arguments.precision or ("fp32" if world.device.type == "cpu" else "bf16"),
+                optimizer=arguments.optimizer or "adamw",
+                reduce_dtype=arguments.reduce_dtype,
+                pin=pins or None,
+                modes=arguments.modes,
+                split=not arguments.no_split,
+                recompute=not arguments.no_recompute,
+                loss=source.loss,
+                name=arguments.model,
+                seq_len=source.seq_len,
+                progress=progress,
+                **_batch(arguments, world),
+            )
+
+    return plan_of
+
+
+def _batch(arguments: argparse.Namespace, world: World) -> dict[str, Any]:
+    if arguments.batch:
+        return {"batch": arguments.batch}
+    return {"global_batch": arguments.global_batch or -(-GLOBAL_BATCH // world.size) * world.size}

@@ -1,0 +1,100 @@
+"""What ends a run before its time: a signal, a peer that hangs or is gone, memory that does not suffice."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from osdp.cluster import format_bytes
+from osdp.errors import OsdpError
+from osdp.planfile import Plan
+
+PATIENCE_SECONDS = 3.0  # torchrun passes on what the terminal has sent already: that is one wish, not two
+
+_PLACE = re.compile(r"^\[[^\]]*\] ?")  # where in the library's source
+
+
+class StopWish:
+    """SIGINT and SIGTERM: the first asks to stop after the step; one more, some seconds later, ends the process."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._since = 0.0
+
+    @contextmanager
+    def heard(self) -> Iterator[StopWish]:
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal and now - self._since > PATIENCE_SECONDS:
+            os._exit(128 + number)
+        if not self.signal:
+            self.signal, self._since = number, now
+
+
+class Watchdog:
+    """Ends the process when what it watches takes too long: ranks wait for a hung peer where nothing can wake them."""
+
+    def __init__(self, timeout_seconds: float, *, sentence: Callable[[str], str]) -> None:
+        self._timeout_seconds, self._sentence = timeout_seconds, sentence
+        self._watched: tuple[str, float] | None = None
+        threading.Thread(target=self._run, name="osdp-watchdog", daemon=True).start()
+
+    def watch(self, what: str) -> None:
+        """From now on this; what was watched before is done."""
+        self._watched = what, time.monotonic() + self._timeout_seconds
+
+    def rest(self) -> None:
+        self._watched = None
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._timeout_seconds / 10))
+            watched = self._watched
+            if watched is not None and time.monotonic() > watched[1]:
+                print(f"osdp: error: {self._sentence(watched[0])}", file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                os._exit(1)
+
+
+def explained(error: BaseException, *, during: str, plan: Plan | None, resumes: str) -> OsdpError | None:
+    """The sentence for a failure that is nobody's bug; None for any other."""
+    cause = _PLACE.sub("", str(error).strip().partition("\n")[0]).partition(". ")[0]
+    if _no_memory(error):
+        text = f"out of memory in {during} ({cause})"
+        if plan is not None:
+            peak, limit = format_bytes(plan.predicted.peak_bytes), format_bytes(plan.predicted.limit_bytes)
+            text += f"; the plan expected {peak} of {limit}"
+        return OsdpError(f"{text}; plan with a smaller --memory or --batch, or on more ranks; {resumes}")
+    if _no_peer(error):
+        return OsdpError(f"lost another rank in {during} ({cause}); {resumes}")
+    return None
+
+
+def _no_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def _no_peer(error: BaseException) -> bool:
+    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )

@@ -1,0 +1,184 @@
+"""Training data: files of text or tokens, cut into windows, in an order that does not depend on the ranks.
+
+[Note: Order of samples]
+A run's samples are numbered from its first step on. With n windows, sample g belongs to epoch g // n and is the window
+at place g % n of that epoch's shuffle, which depends on the seed and the epoch alone. Step s of global batch G takes
+the samples s * G to (s + 1) * G - 1, whoever computes them. A run that goes on with other ranks, and the same global
+batch, so sees the same samples in the same steps, and only the step must be remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from osdp.errors import UsageError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+TOKEN_DTYPES = ("uint16", "uint32")
+_ROUNDS = 4  # of the Feistel network: what Luby and Rackoff need for a permutation that looks random
+_LOOKED_AT = 1 << 26  # tokens that are looked at before training starts; every batch is looked at later
+_EDGE_BYTES = 1 << 20
+
+
+def demo_text() -> Path:
+    """A book in the public domain that comes with the package."""
+    return Path(str(resources.files("osdp.training").joinpath("text", "alice.txt")))
+
+
+def open_tokens(path: Path, *, tokenizer: Path | None = None, dtype: str = "uint16") -> Array:
+    """The tokens of one file: .npy and .bin hold them and are mapped into memory; any other file is text.
+
+    The tokens of a text are its bytes, or what the tokenizer makes of it.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        if path.is_dir() or size_bytes == 0:
+            what = "a folder" if path.is_dir() else "empty"
+            raise UsageError(f"the data {path} is {what}; give a file of text or tokens")
+        if path.suffix == ".npy":
+            return _npy(path)
+        if path.suffix == ".bin":
+            return _bin(path, size_bytes, np.dtype(dtype))
+        return _encoded(path, tokenizer) if tokenizer else np.memmap(path, np.uint8, "r")
+    except OSError as error:
+        raise UsageError(f"cannot read the data {path}: {error.strerror or error}; correct --data") from None
+
+
+def _npy(path: Path) -> Array:
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UsageError(f"{path} is cut short or is no .npy file ({error}); write it again") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
+        raise UsageError(
+            f"{path} holds {tokens.dtype} of shape {tokens.shape}; give one dimension of whole numbers, such as uint16"
+        )
+    return tokens
+
+
+def _bin(path: Path, size_bytes: int, dtype: np.dtype[Any]) -> Array:
+    if size_bytes % dtype.itemsize:
+        raise UsageError(
+            f"{path} has {size_bytes:,} bytes, which is no whole number of {dtype} tokens: it is cut short, or its "
+            f"tokens have another type; write it again, or give --token-dtype"
+        )
+    return np.memmap(path, dtype, "r")
+
+
+def _encoded(path: Path, tokenizer: Path) -> Array:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError(f"--tokenizer {tokenizer} needs the package tokenizers: pip install tokenizers") from None
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    try:
+        reader = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception itself
+        raise UsageError(f"{file} is no tokenizer ({error}); give a tokenizer.json or its folder") from None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return np.asarray(reader.encode(text, add_special_tokens=False).ids, np.uint32)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Files of tokens as one row of windows of `length` tokens.
+
+    A window starts at the last token of the one before, so that every token but the first is predicted once. Windows
+    do not cross from file to file, and what does not fill the last one of a file is left out.
+    """
+
+    files: tuple[Array, ...]
+    length: int
+
+    @cached_property
+    def _first(self) -> list[int]:
+        """The number of every file's first window, and the number of windows in all."""
+        return [0, *np.cumsum([max(0, len(tokens) - 1) // (self.length - 1) for tokens in self.files]).tolist()]
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getitem__(self, number: int) -> Array:
+        file = int(np.searchsorted(self._first, number, side="right")) - 1
+        start = (number - self._first[file]) * (self.length - 1)
+        return np.asarray(self.files[file][start : start + self.length], np.int64)
+
+    def batch(self, numbers: Sequence[int], *, vocab: int | None) -> Array:
+        """Windows one above the other; tokens that the model does not have are refused."""
+        batch = np.stack([self[number] for number in numbers])
+        if vocab is not None and (batch.max() >= vocab or batch.min() < 0):
+            raise UsageError(_too_many(int(batch.max()), vocab))
+        return batch
+
+    def check(self, vocab: int | None) -> None:
+        """Refuses data with less than one window, or with tokens that the model does not have."""
+        if len(self) == 0:
+            tokens = sum(map(len, self.files))
+            raise UsageError(
+                f"the data ends after {tokens:,} tokens, and one window has {self.length:,}; give more data or a "
+                "shorter --seq-len"
+            )
+        for tokens in self.files:
+            highest = int(tokens[:_LOOKED_AT].max())
+            if vocab is not None and highest >= vocab:
+                raise UsageError(_too_many(highest, vocab))
+
+    @property
+    def digest(self) -> str:
+        """Tells data apart by its lengths, its beginnings and its ends."""
+        known = [self.length]
+        for tokens in self.files:
+            edges = (tokens[: _EDGE_BYTES // tokens.itemsize], tokens[-(_EDGE_BYTES // tokens.itemsize) :])
+            known += [len(tokens), *(zlib.crc32(np.ascontiguousarray(edge).tobytes()) for edge in edges)]
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+
+def _too_many(token: int, vocab: int) -> str:
+    return (
+        f"the data has token {token:,}, and the model knows {vocab:,} (0 to {vocab - 1:,}); train a model with a "
+        "larger vocabulary, or make the tokens with its own --tokenizer"
+    )
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which windows a run takes, in which order; see [Note: Order of samples]."""
+
+    windows: int
+    seed: int
+
+    def window(self, sample: int) -> int:
+        epoch, place = divmod(sample, self.windows)
+        return shuffled(place, self.windows, key=struct.pack("<QQ", self.seed % (1 << 64), epoch))
+
+    def of_rank(self, step: int, micro: int, *, rank: int, ranks: int, batch: int, accumulation: int) -> list[int]:
+        """The windows of one micro-batch of one rank."""
+        first = ((step * accumulation + micro) * ranks + rank) * batch
+        return [self.window(first + index) for index in range(batch)]
+
+
+def shuffled(place: int, size: int, *, key: bytes) -> int:
+    """The element at a place of a shuffle of range(size), without making the shuffle.
+
+    A Feistel network permutes the numbers of 2 * half bits; one that is not below `size` is permuted again.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = place >> half, place & ((1 << half) - 1)
+        for turn in range(_ROUNDS):
+            mixed = hashlib.blake2b(struct.pack("<QB", right, turn), key=key, digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "little") & ((1 << half) - 1))
+        place = left << half | right
+        if place < size:
+            return place

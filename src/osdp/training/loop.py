@@ -1,0 +1,264 @@
+"""The loop: a plan, a model that runs it, data, and what is measured on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+import osdp
+from osdp.errors import OsdpError, UsageError
+from osdp.model.source import ModelSource
+from osdp.planfile import Plan
+from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
+from osdp.training.baddays import StopWish, Watchdog
+from osdp.training.data import Order, Windows
+from osdp.training.feed import Feed
+from osdp.training.memory import PeakMemory
+from osdp.training.optimizer import Schedule, make_optimizer
+from osdp.training.world import World
+
+MOST_VALIDATION_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is trained, beside its plan."""
+
+    steps: int
+    schedule: Schedule
+    weight_decay: float
+    clip: float
+    seed: int
+    validation: float = 0.0
+    validate_every: int = 0
+    checkpoint: Path | None = None
+    save_every: int = 0
+    keep: int = 2
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step was: `number` counts from 1; `peak_bytes` is the highest of all ranks so far."""
+
+    number: int
+    loss: float
+    gradient_norm: float
+    lr: float
+    seconds: float
+    tokens_per_second: float
+    peak_bytes: int
+    validation_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The windows of a run: the last ones are held back for validation, the others are trained on in their order."""
+
+    windows: Windows
+    order: Order
+
+    @staticmethod
+    def of(windows: Windows, *, seed: int, validation: float) -> Data:
+        trained = len(windows) - math.ceil(validation * len(windows))
+        if trained < 1:
+            raise UsageError(
+                f"--validation {validation} of {len(windows)} windows leaves none to train on; give more data or less"
+            )
+        return Data(windows, Order(trained, seed))
+
+    @property
+    def held_back(self) -> range:
+        return range(self.order.windows, len(self.windows))
+
+
+class Trainer:
+    """One run on one rank; all ranks go through the same calls."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        model: nn.Module,
+        feed: Feed,
+        plan: Plan,
+        data: Data,
+        settings: Settings,
+        *,
+        world: World,
+        watchdog: Watchdog,
+    ) -> None:
+        self.source, self.feed, self.plan, self.data, self.settings = source, feed, plan, data, settings
+        self.world, self.watchdog = world, watchdog
+        self.memory = PeakMemory(world.device)
+        self.model = _parallel(model, plan, world, settings.seed)
+        self.optimizer = make_optimizer(
+            self.model, plan.optimizer, lr=settings.schedule.lr, weight_decay=settings.weight_decay
+        )
+        self.saved_step: int | None = None
+        self.now = "the start"
+
+    # Checkpoints
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a run to be the same run: it decides which samples a step sees."""
+        return {
+            "seed": self.settings.seed,
+            "global batch": self.plan.global_batch,
+            "sequence length": self.feed.seq_len,
+            "validation": self.settings.validation,
+            "data": self.data.windows.digest,
+        }
+
+    def resumed(self) -> int:
+        """Loads the newest checkpoint, if one is wanted and there; gives the steps that are done."""
+        folder = self.settings.checkpoint
+        if folder is None:
+            return 0
+        if not self.settings.resume:
+            old = sorted(path for path in folder.glob("step-*") if not path.suffix)  # others were never finished
+            if old:
+                raise UsageError(
+                    f"{folder} has a checkpoint, {old[-1].name}; go on from it with --resume, or choose another folder"
+                )
+            return 0
+        self._watch("loading the checkpoint")
+        found = load_checkpoint(folder, self.model, self.optimizer)
+        if found is None:
+            return 0
+        for name, value in self.identity.items():
+            if found.extra.get(name) != value:
+                raise UsageError(
+                    f"{found.path} is of another run: its {name} is {found.extra.get(name)}, here it is {value}; "
+                    "give the same, or choose another --checkpoint folder"
+                )
+        self.saved_step = found.step
+        return found.step
+
+    def save(self, step: int) -> None:
+        if self.settings.checkpoint is None or self.saved_step == step:
+            return
+        self._watch(f"saving step {step}")
+        save_checkpoint(
+            self.settings.checkpoint,
+            self.model,
+            self.optimizer,
+            step=step,
+            extra=self.identity,
+            keep=self.settings.keep,
+        )
+        self.saved_step = step
+
+    def resumes(self) -> str:
+        """From where a run that ends now goes on, for an error's last words."""
+        if self.settings.checkpoint is None:
+            return "nothing is saved, as --checkpoint was not given"
+        if self.saved_step is None:
+            return f"{self.settings.checkpoint} has no checkpoint yet"
+        return f"--resume goes on from step {self.saved_step} in {self.settings.checkpoint}"
+
+    # Steps
+
+    def steps(self, done: int, wish: StopWish) -> Iterator[Step]:
+        """Trains from the step after `done` to the last, or until any rank is asked to stop."""
+        for index in range(done, self.settings.steps):
+            step, stop = self._step(index, wish)
+            yield step
+            if stop:
+                wish.signal = stop
+                self.save(step.number)
+                break
+            every = self.settings.save_every
+            if step.number == self.settings.steps or (every and step.number % every == 0):
+                self.save(step.number)
+        self.watchdog.rest()
+
+    def _step(self, index: int, wish: StopWish) -> tuple[Step, int]:
+        self._watch(f"step {index + 1}")
+        began = time.perf_counter()
+        # Of the step and not of the run, so that dropout after a restart is as it would have been.
+        torch.manual_seed(_mixed(self.settings.seed, index, self.world.rank))
+        lr = self.settings.schedule.at(index)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._gradients(index)
+        norm = osdp.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        numbers = self.world.all_numbers(loss, self.memory.peak_bytes(), wish.signal)
+        losses, peaks, stops = zip(*numbers, strict=True)
+        mean, seconds = sum(losses) / len(losses), time.perf_counter() - began
+        if not math.isfinite(mean) or not math.isfinite(norm):
+            raise OsdpError(f"step {index + 1} has loss {mean} and gradient norm {norm}; lower --lr; {self.resumes()}")
+        tokens = self.plan.global_batch * self.feed.seq_len
+        step = Step(index + 1, mean, norm, lr, seconds, tokens / seconds, int(max(peaks)), self._validated(index + 1))
+        return step, int(max(stops))
+
+    def _gradients(self, index: int) -> float:
+        """Forward and backward of all micro-batches; the mean loss of this rank."""
+        micro_batches, total = range(self.plan.accumulation), 0.0
+        for micro in osdp.accumulate(self.model, micro_batches):
+            self._watch(self.now)
+            loss = self._loss(
+                self.data.order.of_rank(
+                    index,
+                    micro,
+                    rank=self.world.rank,
+                    ranks=self.world.size,
+                    batch=self.plan.batch_size,
+                    accumulation=self.plan.accumulation,
+                )
+            )
+            (loss / len(micro_batches)).backward()
+            total += loss.item()
+        return total / len(micro_batches)
+
+    def _loss(self, windows: list[int]) -> Tensor:
+        batch = torch.from_numpy(self.data.windows.batch(windows, vocab=self.feed.vocab)).to(self.world.device)
+        args, kwargs = self.feed.arguments(batch)
+        return self.source.loss(self.model(*args, **kwargs))
+
+    @torch.no_grad()
+    def _validated(self, number: int) -> float | None:
+        every, held_back = self.settings.validate_every, self.data.held_back
+        if not held_back or not (number == self.settings.steps or (every and number % every == 0)):
+            return None
+        self._watch(f"validation after step {number}")
+        each, total = self.plan.batch_size, 0.0
+        batches = min(MOST_VALIDATION_BATCHES, math.ceil(len(held_back) / (each * self.world.size)))
+        self.model.eval()
+        for batch in range(batches):  # every rank as many: forward gathers parameters from all
+            first = (batch * self.world.size + self.world.rank) * each
+            total += self._loss([held_back[i % len(held_back)] for i in range(first, first + each)]).item()
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what backward would have done
+        return sum(mean for (mean,) in self.world.all_numbers(total / batches)) / self.world.size
+
+    def _watch(self, what: str) -> None:
+        self.now = what
+        self.watchdog.watch(what)
+
+
+def _parallel(model: nn.Module, plan: Plan, world: World, seed: int) -> nn.Module:
+    if not world.leads:
+        warnings.filterwarnings("ignore", module=r"torch\.")  # rank 0 has the same ones
+    if plan.precision == "pure-bf16":
+        model = model.to(torch.bfloat16)
+    osdp.parallelize(model, plan, device_type=world.device.type)
+    return osdp.initialize(model, seed=seed, device=world.device)
+
+
+def _mixed(*numbers: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1

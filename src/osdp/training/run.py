@@ -1,0 +1,148 @@
+"""A whole run on one rank: plan, build, train, and end well or with a sentence."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from osdp.cluster import Cluster
+from osdp.errors import OsdpError, UsageError
+from osdp.model.source import ModelSource
+from osdp.planfile import Plan
+from osdp.training.baddays import StopWish, Watchdog, explained
+from osdp.training.data import Windows, open_tokens
+from osdp.training.feed import Feed, feed_of
+from osdp.training.loop import Data, Settings, Trainer
+from osdp.training.say import speaker
+from osdp.training.world import World, started
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where tokens come from."""
+
+    paths: tuple[Path, ...]
+    tokenizer: Path | None
+    token_dtype: str
+
+
+@dataclass(frozen=True)
+class Saying:
+    """What is said while training; see `osdp.training.say`."""
+
+    as_json: bool
+    quiet: bool
+    every: int
+    tensorboard: Path | None
+
+
+PlanOf = Callable[[World, nn.Module], Plan]
+
+
+def train(
+    source: ModelSource, files: Files, settings: Settings, saying: Saying, *, plan_of: PlanOf, timeout_seconds: float
+) -> int:
+    """Trains on all ranks; gives the exit code. `plan_of` is called on all ranks and gives one plan."""
+    with started(timeout_seconds=timeout_seconds) as world:
+        run = _Run(source, files, settings, saying, plan_of, timeout_seconds)
+        try:
+            return run.on(world)
+        except BaseException as error:
+            raise run.ended_by(error, world) from None
+
+
+class _Run:
+    def __init__(
+        self,
+        source: ModelSource,
+        files: Files,
+        settings: Settings,
+        saying: Saying,
+        plan_of: PlanOf,
+        timeout_seconds: float,
+    ) -> None:
+        self.source, self.files, self.settings, self.saying = source, files, settings, saying
+        self.plan_of, self.timeout_seconds = plan_of, timeout_seconds
+        self.plan: Plan | None = None
+        self.trainer: Trainer | None = None
+
+    def on(self, world: World) -> int:
+        model = self.source.build_on_meta()
+        feed = feed_of(self.source, model)
+        data = self._data(feed)
+        settings, saying = self.settings, self.saying
+        with ExitStack() as stack:
+            said = speaker(
+                leads=world.leads,
+                as_json=saying.as_json,
+                quiet=saying.quiet,
+                every=saying.every,
+                steps=settings.steps,
+                tensorboard=saying.tensorboard,
+            )
+            plan = self.plan = self.plan_of(world, model)
+            say = stack.enter_context(said)
+            watchdog = Watchdog(self.timeout_seconds, sentence=lambda what: self._hung(what, world))
+            trainer = Trainer(self.source, model, feed, plan, data, settings, world=world, watchdog=watchdog)
+            self.trainer = trainer
+            wish = stack.enter_context(StopWish().heard())
+            done = trainer.resumed()
+            say.start(plan, done, settings.checkpoint)
+            steps = []
+            for step in trainer.steps(done, wish):
+                say.step(step)
+                steps.append(step)
+            if not wish.signal:
+                say.end(steps, plan)
+        if wish.signal and world.leads:
+            print(
+                f"osdp: interrupted after step {steps[-1].number if steps else done}; {trainer.resumes()}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return 128 + wish.signal if wish.signal else 0
+
+    def _data(self, feed: Feed) -> Data:
+        files, settings = self.files, self.settings
+        tokens = tuple(open_tokens(p, tokenizer=files.tokenizer, dtype=files.token_dtype) for p in files.paths)
+        windows = Windows(tokens, feed.seq_len + 1)
+        windows.check(feed.vocab)
+        return Data.of(windows, seed=settings.seed, validation=settings.validation)
+
+    def _hung(self, what: str, world: World) -> str:
+        resumes = self.trainer.resumes() if self.trainer else ""
+        return (
+            f"rank {world.rank} waited {self.timeout_seconds:g} s in {what}: another rank hangs or is gone, or "
+            f"--timeout is too short; {resumes}"
+        )
+
+    def ended_by(self, error: BaseException, world: World) -> BaseException:
+        """What to raise on this rank: of all that fail with one cause, the first speaks."""
+        during = self.trainer.now if self.trainer else "the start"
+        resumes = self.trainer.resumes() if self.trainer else "nothing is trained yet"
+        known = error if isinstance(error, (OsdpError, OSError)) else None
+        known = known or explained(error, during=during, plan=self.plan, resumes=resumes)
+        if type(error) is OsdpError and resumes not in str(error):  # of a save, which cannot know it
+            known = OsdpError(f"{error}; {resumes}")
+        if known is None:
+            return error
+        return known if world.speaks_first() else SystemExit(2 if isinstance(known, UsageError) else 1)
+
+
+def this_cluster(world: World, *, memory_bytes: int | None) -> Cluster:
+    """The ranks that run, as a cluster: of this accelerator, or of processors that share half the machine's memory."""
+    nodes = world.size // world.local_size
+    if world.device.type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(world.device)
+        return Cluster.of(name, nodes=nodes, devices_per_node=world.local_size, memory=memory_bytes)
+    if memory_bytes is None:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // world.local_size
+    return Cluster.of("CPU", nodes=nodes, devices_per_node=world.local_size, memory=memory_bytes)

@@ -1,0 +1,178 @@
+"""Small models that use their parameters in unusual ways. Each takes tokens and targets, and returns its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from osdp.model.capture import capture
+from osdp.model.graph import ModelGraph
+
+WIDTH, VOCAB, LENGTH = 16, 37, 6
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Embedding, two blocks, head: what the odd ones below change."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(self.tokens(tokens))).flatten(0, 1), targets.flatten())
+
+
+class TiedThrice(Model):
+    """One parameter in three modules that are all called, and in a fourth that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Embedding(VOCAB, WIDTH)
+        self.spare = nn.Linear(WIDTH, VOCAB, bias=False)
+        for module in (self.head, self.again, self.spare):
+            module.weight = self.tokens.weight
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) + self.again(torch.arange(LENGTH))
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Adapters(Model):
+    """Only adapters are trained: embedding, bases and head are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(Adapted)
+        self.tokens.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
+class Repeated(Model):
+    """One block called three times in a row, the other twice."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for index in (0, 0, 0, 1, 1):
+            x = self.blocks[index](x)
+        return x
+
+
+class UnusedInside(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.idle = nn.Parameter(torch.ones(WIDTH))
+
+
+class Unused(Model):
+    """Modules that are never called, in the model and in its blocks, and parameters that are never used."""
+
+    def __init__(self) -> None:
+        super().__init__(UnusedInside)
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+
+class UnusedBeside(Model):
+    """A parameter of the model itself, beside a module that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * self.scale
+
+
+class OwningBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.alpha = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.gain) * self.alpha
+
+
+class Owning(Model):
+    """Parameters that belong to blocks and to the model, not to operators; and a buffer that is used."""
+
+    def __init__(self) -> None:
+        super().__init__(OwningBlock)
+        self.first = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + self.first) + self.shift
+
+
+class Experts(nn.Module):
+    """Tokens go to the expert of their number: one that gets none is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        out = x
+        for index in chosen.unique().tolist():
+            mine = (chosen == index).unsqueeze(-1)
+            out = out + torch.where(mine, torch.tanh(self.experts[index](x)), 0.0)
+        return out
+
+
+class Mixture(Model):
+    """Its blocks call the experts that the tokens ask for: other ones on other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(Experts)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, targets % 3)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def odd_graph(kind: type[nn.Module]) -> ModelGraph:
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    return capture(built(kind), (tokens, tokens), name=kind.__name__, compute_dtype="fp32")
+
+
+def data(size: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, VOCAB, (2, size, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return tokens[0], tokens[1]
