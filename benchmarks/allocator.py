@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
 def peak_above_start(run: Callable[[], object]) -> int:

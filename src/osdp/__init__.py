@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from osdp.planfile import Plan
     from osdp.runtime.accumulate import accumulate
     from osdp.runtime.apply import parallelize
+    from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
     from osdp.runtime.clip import clip_grad_norm_
     from osdp.runtime.initialize import initialize
 
@@ -35,8 +36,10 @@ __all__ = [
     "capture",
     "clip_grad_norm_",
     "initialize",
+    "load_checkpoint",
     "parallelize",
     "plan",
+    "save_checkpoint",
 ]
 
 _HOME = {
@@ -49,8 +52,10 @@ _HOME = {
     "capture": "osdp.model.capture",
     "clip_grad_norm_": "osdp.runtime.clip",
     "initialize": "osdp.runtime.initialize",
+    "load_checkpoint": "osdp.runtime.checkpoint",
     "parallelize": "osdp.runtime.apply",
     "plan": "osdp.api",
+    "save_checkpoint": "osdp.runtime.checkpoint",
 }
 
 

@@ -50,7 +50,7 @@ def add_to(commands: Commands) -> None:
     )
     _add_machines(parser)
     _add_training(parser)
-    _add_restrictions(parser)
+    add_restrictions(parser)
     _add_output(parser)
     parser.set_defaults(run=run)
 
@@ -100,7 +100,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_restrictions(parser: argparse.ArgumentParser) -> None:
+def add_restrictions(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("restrictions")
     group.add_argument(
         "--pin",
@@ -143,7 +143,7 @@ def read_modes(text: str) -> tuple[str, ...]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    pins = _pins(arguments.pin or ())
+    pins = read_pairs(arguments.pin or ())
     if arguments.batch is not None and arguments.global_batch is not None:
         raise UsageError(
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> None:
     _deliver(plan, arguments)
 
 
-def _pins(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+def read_pairs(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     pins: dict[str, str] = {}
     for pattern, mode in pairs:
         if pins.setdefault(pattern, mode) != mode:

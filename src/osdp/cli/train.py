@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.parser import Commands, checked, positive
-from osdp.cli.plan import _add_restrictions, _pins
+from osdp.cli.plan import add_restrictions, read_pairs
 from osdp.cli.progress import shown_progress
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
@@ -66,7 +66,7 @@ def add_to(commands: Commands) -> None:
     _add_training(parser)
     _add_checkpoints(parser)
     _add_planning(parser)
-    _add_restrictions(parser)
+    add_restrictions(parser)
     _add_output(parser)
     parser.set_defaults(run=run)
 
@@ -237,7 +237,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _planner(arguments: argparse.Namespace, source: ModelSource, given: Plan | None) -> PlanOf:
-    pins = _pins(arguments.pin or ())
+    pins = read_pairs(arguments.pin or ())
 
     def plan_of(world: World, model: nn.Module) -> Plan:
         if given is not None:

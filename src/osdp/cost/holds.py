@@ -231,6 +231,10 @@ def _reduction(
         entry = min(position for _, position in places.gradients)
     under_way = cluster.device.is_cpu and reduce == master  # a cast waits for the result
     ended = reduction_end(places, cluster) if under_way else places.reduced
+    if cluster.device.is_cpu and mode == REPLICATE and option.slices == 1:  # its input is freed once it is copied
+        ended = leave.next()
+        beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
+        holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), ended, ended.next()))
     holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, ended))
     result = sizes.trained * reduce
     if cluster.device.is_cpu and mode != REPLICATE:

@@ -128,9 +128,10 @@ class CarriedAllReduce:
 
     def __call__(self, gradient: Tensor) -> None:
         job = partial(_average, gradient, self._groups.world, self._groups.world.size())
-        held, self._copying.input = self._copying.input, None
-        assert held is not None
-        self._reductions.start(job, _parameters(self._unit), held, wait=_is_cast(gradient, self._unit))
+        copied, self._copying.input = self._copying.input, None
+        assert copied is not None
+        copied.untyped_storage().resize_(0)  # FSDP2 would hold it, empty of use, until the next reduction
+        self._reductions.start(job, _parameters(self._unit), wait=_is_cast(gradient, self._unit))
 
 
 def _parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:

@@ -79,11 +79,12 @@ class Courier:
 @dataclass
 class _Reduction:
     delivery: Delivery
+    bounded: bool  # it holds buffers of its own
     earlier: list[tuple[nn.Parameter, Tensor]]  # gradients of micro-batches before, to which this one is added
 
 
 class Reductions:
-    """The reductions under way, at most `limit` of them; all are finished when backward is."""
+    """The reductions under way, at most `limit` of those that hold buffers; all are finished when backward is."""
 
     def __init__(self, courier: Courier, *, limit: int) -> None:
         self._courier, self._limit = courier, limit
@@ -91,7 +92,7 @@ class Reductions:
 
     def make_room(self) -> None:
         """Waits until one more reduction may begin; called before its buffers are made."""
-        while len(self._under_way) >= self._limit:
+        while sum(reduction.bounded for reduction in self._under_way) >= self._limit:
             self._finish(self._under_way.popleft())
 
     def start(self, job: Job, parameters: Sequence[nn.Parameter], *held: Tensor, wait: bool) -> None:
@@ -103,7 +104,7 @@ class Reductions:
         earlier = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None  # else FSDP2 would add the result now, before it is there
-        self._under_way.append(_Reduction(delivery, earlier))
+        self._under_way.append(_Reduction(delivery, bool(held), earlier))
         # Each asks for the end: a flag would stay behind where backward fails.
         torch.autograd.Variable._execution_engine.queue_callback(self.finish_all)  # type: ignore[attr-defined]
 
