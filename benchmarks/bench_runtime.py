@@ -2,7 +2,7 @@
 
 Runs every way to train in turn, several rounds of each in the same processes, on a simulated cluster (root needed):
 
-    python -m benchmarks.bench_runtime --hosts 4 --across 500mbit
+    python benchmarks/bench_runtime.py --hosts 4 --across 500mbit
 
 The limit of a way is the longer of its compute alone and its bytes at the link's rate.
 """
@@ -19,9 +19,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from benchmarks.cluster import SimulatedCluster, bits_per_second, first_failure
-from benchmarks.cluster.ranks import Start
-from benchmarks.common import Row, deliver, met, parser
+from cluster import SimulatedCluster, bits_per_second, first_failure
+from cluster.ranks import Start
+from common import Row, deliver, met, parser
 
 ALONE, DDP, FSDP2 = "compute alone", "DDP", "FSDP2"
 MODES = ("replicate", "keep", "free")
@@ -52,7 +52,7 @@ def main() -> int:
         return work(args)
     given = [word for word in sys.argv[1:] if word != "--json"]
     with SimulatedCluster(hosts=args.hosts, ranks_per_host=args.ranks_per_host, across=args.across) as cluster:
-        command = [sys.executable, "-m", "benchmarks.bench_runtime", "--worker", *given]
+        command = [sys.executable, __file__, "--worker", *given]
         results = cluster.run(command, timeout=900, on_line=_show)
     failed = first_failure(results)
     if failed is not None:
@@ -114,7 +114,7 @@ def work(args: Namespace) -> int:
         if dist.get_rank() == 0:
             now = {way: round(each[-1], 3) for way, each in seconds.items()}
             print(f"round {number + 1} of {args.rounds}: {now}", flush=True)
-    from benchmarks.allocator import peak_above_start
+    from allocator import peak_above_start
 
     figures: dict[str, Any] = {"model": f"{args.layers} x {args.width} GPT, batch {args.batch} x {args.seq_len}"}
     ways = list(steps)
