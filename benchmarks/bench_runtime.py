@@ -38,7 +38,7 @@ def arguments() -> ArgumentParser:
     made.add_argument("--width", type=int, default=256)
     made.add_argument("--vocab", type=int, default=512)
     made.add_argument("--seq-len", type=int, default=64)
-    made.add_argument("--batch", type=int, default=2, help="samples a rank (default %(default)s)")
+    made.add_argument("--batch", type=int, default=1, help="samples a rank (default %(default)s)")
     made.add_argument("--steps", type=int, default=3, help="steps of a round (default %(default)s)")
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")

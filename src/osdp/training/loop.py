@@ -19,7 +19,6 @@ import osdp
 from osdp.errors import OsdpError, UsageError
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
-from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
 from osdp.training.baddays import StopWish, Watchdog
 from osdp.training.data import Order, Windows
 from osdp.training.feed import Feed
@@ -133,7 +132,7 @@ class Trainer:
                 )
             return 0
         self._watch("loading the checkpoint")
-        found = load_checkpoint(folder, self.model, self.optimizer)
+        found = osdp.load_checkpoint(folder, self.model, self.optimizer)
         if found is None:
             return 0
         for name, value in self.identity.items():
@@ -149,7 +148,7 @@ class Trainer:
         if self.settings.checkpoint is None or self.saved_step == step:
             return
         self._watch(f"saving step {step}")
-        save_checkpoint(
+        osdp.save_checkpoint(
             self.settings.checkpoint,
             self.model,
             self.optimizer,
