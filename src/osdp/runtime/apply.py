@@ -113,6 +113,8 @@ def _recover(pieces: Sequence[Piece], reductions: Reductions | None, model: nn.M
         for piece in pieces:
             for group in param_groups(piece.modules[0]):
                 drop_gradients(group)
+                if isinstance(group._reduce_scatter_comm, CarriedReduceScatter):
+                    group._reduce_scatter_comm.input = None
 
 
 def _free_unless_trained(pieces: Sequence[Piece], model: nn.Module, inputs: object, outputs: object) -> None:
