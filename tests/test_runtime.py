@@ -598,7 +598,9 @@ def disconnected(plan: Plan, folder: Path) -> None:
     """Rank 1 loses its connections after a step; rank 0 writes down what it then meets, and how soon."""
     model, told = osdp.parallelize(built(Model), plan), folder / "told"
     model(*data(2, seed=0)).backward()
+    dist.barrier()  # the step is over on both
     if dist.get_rank() == 1:
+        time.sleep(0.5)
         for file in Path("/proc/self/fd").iterdir():
             if file.is_socket():
                 with socket.socket(fileno=os.dup(int(file.name))) as connection, contextlib.suppress(OSError):
