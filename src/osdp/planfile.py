@@ -60,6 +60,11 @@ class PlanUnit:
     reduce_once: bool
     parameters: int
 
+    @property
+    def depth(self) -> int:
+        """How deep in the model its deepest module is; the model itself is at 0."""
+        return max(len(name.split(".")) if name else 0 for name in self.modules)
+
 
 @dataclass(frozen=True)
 class Predicted:

@@ -37,6 +37,12 @@ def checked(read: Callable[[str], T]) -> Callable[[str], T]:
     return read_or_refuse
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a name of `osdp models`, a config.json or its folder, package.module:function"
+    )
+
+
 @checked
 def positive(text: str) -> int:
     try:

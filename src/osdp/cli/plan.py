@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.output import print_json
-from osdp.cli.parser import Commands, checked, output_path, positive
+from osdp.cli.parser import Commands, add_model, checked, output_path, positive
 from osdp.cli.progress import shown_progress
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
@@ -45,9 +45,7 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan", help="find the fastest plan that fits", description=DESCRIPTION, epilog=EXAMPLES
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a name of `osdp models`, a config.json or its folder, package.module:function"
-    )
+    add_model(parser)
     _add_machines(parser)
     _add_training(parser)
     add_restrictions(parser)
@@ -143,7 +141,7 @@ def read_modes(text: str) -> tuple[str, ...]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    pins = read_pairs(arguments.pin or ())
+    pins = pins_of(arguments.pin or ())
     if arguments.batch is not None and arguments.global_batch is not None:
         raise UsageError(
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
@@ -161,7 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
     _deliver(plan, arguments)
 
 
-def read_pairs(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+def pins_of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     pins: dict[str, str] = {}
     for pattern, mode in pairs:
         if pins.setdefault(pattern, mode) != mode:

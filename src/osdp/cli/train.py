@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp.cli.parser import Commands, checked, positive
-from osdp.cli.plan import add_restrictions, read_pairs
+from osdp.cli.parser import Commands, add_model, checked, positive
+from osdp.cli.plan import add_restrictions, pins_of
 from osdp.cli.progress import shown_progress
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
@@ -59,9 +59,7 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "train", help="train a model as it is planned", description=DESCRIPTION, epilog=EXAMPLES
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="a name of `osdp models`, a config.json or its folder, package.module:function"
-    )
+    add_model(parser)
     _add_data(parser)
     _add_training(parser)
     _add_checkpoints(parser)
@@ -237,7 +235,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _planner(arguments: argparse.Namespace, source: ModelSource, given: Plan | None) -> PlanOf:
-    pins = read_pairs(arguments.pin or ())
+    pins = pins_of(arguments.pin or ())
 
     def plan_of(world: World, model: nn.Module) -> Plan:
         if given is not None:

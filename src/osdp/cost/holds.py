@@ -28,7 +28,7 @@ from typing import NamedTuple
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept, shard_ranks
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
+from osdp.planfile import FREE, FREE_TO_NODE, IN_NODE, KEEP, REPLICATE
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -246,7 +246,7 @@ def _reduction(
             holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
     if reduce != master:
         # FSDP2's own all-reduce holds its buffer through backward
-        lasting = mode in (REPLICATE, KEEP_IN_NODE, FREE_IN_NODE) and not cluster.device.is_cpu
+        lasting = mode in (REPLICATE, *IN_NODE) and not cluster.device.is_cpu
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one
         added = ended if under_way else leave.next().next()

@@ -82,7 +82,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             )
     modules = dict(model.named_modules())
     taken: set[nn.Parameter] = set()
-    for unit in sorted(plan.units, key=lambda unit: -max(name.count(".") + bool(name) for name in unit.modules)):
+    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         missing = next((name for name in unit.modules if name not in modules), None)
         if missing is not None:
             raise UsageError(f"the plan has a unit for {missing!r}, which the model lacks; plan this model again")

@@ -135,18 +135,13 @@ def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> l
     slices = split_operators(model, {unit.name: unit.splits for unit in plan.units if unit.splits > 1})
     pieces = []
     for unit in plan.units:
-        depth = max(map(_depth, unit.modules))
         if unit.splits == 1:
-            pieces.append(Piece(unit, unit.mode, tuple(modules[name] for name in unit.modules), depth))
+            pieces.append(Piece(unit, unit.mode, tuple(modules[name] for name in unit.modules), unit.depth))
         for index, part in enumerate(slices.get(unit.name, ())):
             mode = unit.mode if index < unit.sharded_splits else REPLICATE
-            pieces.append(Piece(unit, mode, (part,), depth + 1))
+            pieces.append(Piece(unit, mode, (part,), unit.depth + 1))
     alone = plan.cluster.devices_per_node == 1  # what is sharded over one device is replicated
     return [replace(piece, mode=REPLICATE) if alone and piece.mode in IN_NODE else piece for piece in pieces]
-
-
-def _depth(name: str) -> int:
-    return len(name.split(".")) if name else 0
 
 
 def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes) -> None:

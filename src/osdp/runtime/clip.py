@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from osdp.runtime.local import local_tensor
+
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -21,7 +23,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [local_tensor(grad) for grad in grads]
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in local if g.numel()]  # none if empty
     if math.isinf(norm_type):
         total, reduce = torch.stack(norms).max() if norms else torch.zeros((), dtype=torch.float64), dist.ReduceOp.MAX

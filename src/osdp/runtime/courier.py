@@ -19,7 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from osdp.runtime.local import local_tensor
 
 Job = Callable[[], None]
 
@@ -117,9 +118,5 @@ class Reductions:
         reduction.delivery.wait()
         for parameter, earlier in reduction.earlier:
             if parameter.grad is not None:
-                _local(earlier).add_(_local(parameter.grad))
+                local_tensor(earlier).add_(local_tensor(parameter.grad))
             parameter.grad = earlier
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,6 +18,7 @@ from osdp.model.fake import fake_copy
 from osdp.model.trace import Hooks, RawTrace, Recorder
 from osdp.planfile import Plan
 from osdp.runtime.apply import parallelize
+from osdp.runtime.local import local_tensor
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -80,8 +81,10 @@ def _recorded_step(
     stepper: torch.optim.Optimizer,
 ) -> RawTrace:
     recorder = Recorder(set())
-    recorder.hold([_local(tensor) for tensor in (*model.parameters(), *model.buffers())])
-    recorder.hold([_local(t) for state in stepper.state.values() for t in state.values() if isinstance(t, Tensor)])
+    recorder.hold([local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())])
+    recorder.hold(
+        [local_tensor(t) for state in stepper.state.values() for t in state.values() if isinstance(t, Tensor)]
+    )
     recorder.hold([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
     trace = recorder.trace
     with recorder, recorder.following_resizes():
@@ -101,10 +104,6 @@ def _recorded_step(
         stepper.zero_grad()
     trace.end_live = recorder.live
     return trace
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
 
 
 def _fake(tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from osdp._torch import FakeTensor
 from osdp.errors import UsageError
 from osdp.model.structure import split_dim
+from osdp.runtime.local import local_tensor
 
 _aten = torch.ops.aten
 _PIECEWISE = (
@@ -167,7 +168,7 @@ class JoinedTensor(torch.Tensor):
             if all(box.sizes):
                 at = (*box.offsets[: self.joined_dim], offset + box.offsets[self.joined_dim])
                 offsets = torch.Size((*at, *box.offsets[self.joined_dim + 1 :]))
-                yield ChunkStorageMetadata(offsets, box.sizes), _local(tensor)
+                yield ChunkStorageMetadata(offsets, box.sizes), local_tensor(tensor).detach()
             offset += tensor.shape[self.joined_dim]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -356,10 +357,6 @@ def _box_of(tensor: Tensor) -> ChunkStorageMetadata:
     if isinstance(tensor, DTensor):
         return tensor.__create_chunk_list__()[0]
     return ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.size())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
