@@ -155,7 +155,8 @@ def random_problem(seed: int) -> Problem:
         ]
         if count == 3 and draw.chance(0.3):
             stages = _spanning(draw, stages)
-    return Problem(tuple(stages), draw.nbytes(10), draw.integer(60, 500) * MIB, draw.chance(0.5), micro)
+    overlap = draw.integer(0, 2) / 2  # none, in part, all
+    return Problem(tuple(stages), draw.nbytes(10), draw.integer(60, 500) * MIB, overlap, micro)
 
 
 problems = st.integers(min_value=0, max_value=2**32 - 1).map(random_problem)

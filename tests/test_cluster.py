@@ -32,7 +32,7 @@ clusters = st.builds(
     node_link=st.none() | links,
     network=st.none() | links,
     measured=measurements,
-    overlap=st.none() | st.booleans(),
+    overlap=st.none() | st.booleans() | st.floats(0, 1),
     reserve_fraction=st.none() | st.floats(0, 0.99),
     name=names,
 )
@@ -269,7 +269,7 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
         ("nodes = 2", "nodes = 0", "nodes is 0 but must be"),
         ("nodes = 2", "nodes = ", "is not valid TOML"),
         ('"40GiB"', '"40G"', "memory size '40G' has an unknown unit"),
-        ("overlap = false", "overlap = 0", "key 'overlap' is 0 but must be true or false"),
+        ("overlap = false", "overlap = 2", "overlap is 2.0 but must be true, false or a number from 0 to 1"),
         ("overlap = false", "memory_bytes = 5", "both 'memory' and 'memory_bytes' are given"),
         ('like = "a100-80gb"', "", r"key 'memory_bytes' in \[device\] is missing"),
         (

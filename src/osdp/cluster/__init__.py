@@ -4,6 +4,7 @@ from osdp.cluster.cluster import Cluster
 from osdp.cluster.device import DTYPES, Device, device, devices
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, wire_bytes
 from osdp.cluster.sizes import format_bytes, parse_bytes
+from osdp.cluster.timed import TimedOptimizer, TimedStage
 
 __all__ = [
     "DTYPES",
@@ -13,6 +14,8 @@ __all__ = [
     "Device",
     "Link",
     "Measured",
+    "TimedOptimizer",
+    "TimedStage",
     "device",
     "devices",
     "format_bytes",

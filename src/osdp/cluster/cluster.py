@@ -18,6 +18,7 @@ from osdp.cluster.clusterfile import load_toml, read_cluster, write_toml
 from osdp.cluster.device import Device, device, require_fraction
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, require_word, wire_bytes
 from osdp.cluster.sizes import parse_bytes
+from osdp.cluster.timed import TimedOptimizer, TimedStage
 from osdp.errors import UsageError
 
 _WORD = re.compile(r"\s*(?:(?:(\d{1,9})\s*[xX]\s*)?(\d{1,9})\s*[xX]\s*)?(\S.*?)\s*", re.ASCII)
@@ -28,7 +29,10 @@ class Cluster:
     """The machines a plan is for. Make one with `Cluster.parse`, `Cluster.of` or `Cluster.from_toml`.
 
     `memory_bytes` replaces the device's own memory when it is not None. `node_link.bytes_per_second` is per
-    device and direction, `network.bytes_per_second` per node and direction.
+    device and direction, `network.bytes_per_second` per node and direction. `overlap` is the part of the shorter of
+    compute and communication that hides behind the longer: 1 where they run side by side, 0 one after the other.
+    `exchange_seconds` is the host's own time for one gather or reduction of a unit. A profile measures both, and times
+    `stages` and `optimizers`.
     """
 
     nodes: int
@@ -38,8 +42,11 @@ class Cluster:
     node_link: Link
     network: Link
     measured: tuple[Measured, ...] = ()
-    overlap: bool
+    overlap: float
     reserve_fraction: float
+    exchange_seconds: float = 0.0
+    stages: tuple[TimedStage, ...] = ()
+    optimizers: tuple[TimedOptimizer, ...] = ()
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -51,6 +58,11 @@ class Cluster:
             parse_bytes(self.memory_bytes)
         require_fraction(self.reserve_fraction)
         object.__setattr__(self, "measured", tuple(self.measured))
+        object.__setattr__(self, "overlap", float(self.overlap))
+        if not 0 <= self.overlap <= 1:
+            raise UsageError(f"overlap is {self.overlap!r} but must be true, false or a number from 0 to 1")
+        if not 0 <= self.exchange_seconds < 1:
+            raise UsageError(f"exchange_seconds is {self.exchange_seconds!r} but must be at least 0 and below 1")
         pairs = [(each.kind, each.group) for each in self.measured]
         twice = sorted({f"{kind} in {group}" for kind, group in pairs if pairs.count((kind, group)) > 1})
         if twice:
@@ -67,7 +79,7 @@ class Cluster:
         node_link: Link | None = None,
         network: Link | None = None,
         measured: Iterable[Measured] = (),
-        overlap: bool | None = None,
+        overlap: float | None = None,
         reserve_fraction: float | None = None,
         name: str = "",
     ) -> Cluster:
@@ -120,10 +132,13 @@ class Cluster:
             **memory,
             "reserve_fraction": self.reserve_fraction,
             "overlap": self.overlap,
+            "exchange_seconds": self.exchange_seconds,
             "node_link": self.node_link.to_dict(),
             "network": self.network.to_dict(),
             "device": self.device.to_dict(),
             "collective": [each.to_dict() for each in self.measured],
+            "optimizer": [each.to_dict() for each in self.optimizers],
+            "stage": [each.to_dict() for each in self.stages],
         }
 
     def to_toml(self) -> str:
@@ -203,6 +218,13 @@ class Cluster:
             return measured.latency_seconds + wire_bytes(kind, ranks, total_bytes) / measured.bytes_per_second
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
+
+    def timed_stage(self, signature: str) -> TimedStage | None:
+        """The stage with these kernels, where a profile timed it."""
+        return next((each for each in self.stages if each.signature == signature), None)
+
+    def timed_optimizer(self, name: str) -> TimedOptimizer | None:
+        return next((each for each in self.optimizers if each.name == name), None)
 
     def _latency_seconds(self, group: str) -> float:
         inside = 0 if group == "across" else self.devices_per_node - 1

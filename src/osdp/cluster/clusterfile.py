@@ -8,7 +8,8 @@ A cluster file, with everything but the first lines optional:
     device = "A100-80GB"        # a catalogue name, or a [device] table below
     memory = "40GiB"            # of each device, if not the device's own
     reserve_fraction = 0.06     # of that memory, not planned with
-    overlap = true              # communication runs beside compute
+    overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
+    exchange_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
 
     [node_link]                 # inside a node: per device and direction
     bytes_per_second = 240e9
@@ -23,6 +24,18 @@ A cluster file, with everything but the first lines optional:
     group = "world"             # world, node, across
     latency_seconds = 45e-6     # of the whole call
     bytes_per_second = 150e9    # wire bytes of one rank per second
+
+    [[optimizer]]               # a timed step replaces the model's for this optimizer
+    name = "adamw"
+    tensor_seconds = 20e-6      # for every tensor that a rank holds a part of
+    byte_seconds = 2e-9         # for every byte of those
+
+    [[stage]]                   # timed kernels replace the roofline wherever a model has the same ones
+    signature = "5b2e..."
+    name = "model.layers.0"
+    batches = [1, 2, 4]
+    forward_seconds = [0.01, 0.02, 0.04]
+    backward_seconds = [0.02, 0.04, 0.08]
 
 A device that is not in the catalogue, or differs from it, is a table; `like` starts from a catalogue device,
 without it every figure is needed:
@@ -46,14 +59,17 @@ from typing import Any
 from osdp.cluster.device import DTYPES, Device, device
 from osdp.cluster.form import Form
 from osdp.cluster.link import Link, Measured
+from osdp.cluster.timed import TimedOptimizer, TimedStage
 from osdp.errors import UsageError
 
 _LINK_KEYS = ("bytes_per_second", "latency_seconds", "name")
 _COLLECTIVE_KEYS = ("kind", "group", "latency_seconds", "bytes_per_second")
+_OPTIMIZER_KEYS = ("name", "tensor_seconds", "byte_seconds")
+_STAGE_KEYS = ("signature", "name", "batches", "forward_seconds", "backward_seconds")
 _DEVICE_KEYS = ("like", "memory", *(each.name for each in dataclasses.fields(Device)))
 _CLUSTER_KEYS = (
     *("name", "nodes", "devices_per_node", "device", "memory", "memory_bytes", "reserve_fraction", "overlap"),
-    *("node_link", "network", "collective"),
+    *("exchange_seconds", "node_link", "network", "collective", "optimizer", "stage"),
 )
 
 
@@ -83,10 +99,13 @@ def read_cluster(table: object) -> dict[str, Any]:
         "device": chosen,
         "memory_bytes": form.size(None),
         "reserve_fraction": form.number("reserve_fraction", chosen.reserve_fraction),
-        "overlap": form.truth("overlap", chosen.overlap),
+        "overlap": form.fraction("overlap", chosen.overlap),
+        "exchange_seconds": form.number("exchange_seconds", 0.0),
         "node_link": _read_link(form, "node_link", "", chosen.node_link),
         "network": _read_link(form, "network", "", chosen.network),
         "measured": _read_measured(form.raw("collective", [])),
+        "optimizers": _read_optimizers(form.raw("optimizer", [])),
+        "stages": _read_stages(form.raw("stage", [])),
     }
 
 
@@ -138,10 +157,13 @@ def _read_link(form: Form, key: str, prefix: str, *default: Link) -> Link:
     return Link(link.number("bytes_per_second"), link.number("latency_seconds"), link.text("name", ""))
 
 
-def _read_measured(entries: object) -> tuple[Measured, ...]:
+def _tables(entries: object, key: str, known: tuple[str, ...]) -> list[Form]:
     if not isinstance(entries, (list, tuple)):
-        raise UsageError(f"key 'collective' is {entries!r} but must be a list of tables; write [[collective]]")
-    forms = [Form(entry, "[[collective]]", _COLLECTIVE_KEYS) for entry in entries]
+        raise UsageError(f"key '{key}' is {entries!r} but must be a list of tables; write [[{key}]]")
+    return [Form(entry, f"[[{key}]]", known) for entry in entries]
+
+
+def _read_measured(entries: object) -> tuple[Measured, ...]:
     return tuple(
         Measured(
             each.text("kind"),
@@ -149,25 +171,49 @@ def _read_measured(entries: object) -> tuple[Measured, ...]:
             each.number("latency_seconds"),
             each.number("bytes_per_second"),
         )
-        for each in forms
+        for each in _tables(entries, "collective", _COLLECTIVE_KEYS)
+    )
+
+
+def _read_optimizers(entries: object) -> tuple[TimedOptimizer, ...]:
+    return tuple(
+        TimedOptimizer(each.text("name"), each.number("tensor_seconds"), each.number("byte_seconds"))
+        for each in _tables(entries, "optimizer", _OPTIMIZER_KEYS)
+    )
+
+
+def _read_stages(entries: object) -> tuple[TimedStage, ...]:
+    return tuple(
+        TimedStage(
+            each.text("signature"),
+            each.text("name"),
+            tuple(int(size) for size in each.numbers("batches")),
+            each.numbers("forward_seconds"),
+            each.numbers("backward_seconds"),
+        )
+        for each in _tables(entries, "stage", _STAGE_KEYS)
     )
 
 
 def write_toml(table: Mapping[str, Any], place: str = "") -> str:
-    """TOML text of a table of texts, numbers, truths, tables and lists of tables: all a cluster needs.
+    """TOML text of a table of texts, numbers, truths, their lists, tables and lists of tables: all a cluster needs.
 
     Plain values come first because in TOML what follows a heading belongs to it.
     """
-    plain = {key: value for key, value in table.items() if not isinstance(value, (Mapping, list))}
+    plain = {key: value for key, value in table.items() if not _is_tables(value)}
     lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
     text = "\n".join(lines) + "\n" if lines else ""
     for key, value in table.items():
         heading = f"{place}.{_key(key)}" if place else _key(key)
         if isinstance(value, Mapping):
             text += f"\n[{heading}]\n{write_toml(value, heading)}"
-        elif isinstance(value, list):
+        elif _is_tables(value):
             text += "".join(f"\n[[{heading}]]\n{write_toml(each, heading)}" for each in value)
     return text
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and all(isinstance(each, Mapping) for each in value))
 
 
 def _key(key: str) -> str:
@@ -177,6 +223,8 @@ def _key(key: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list):
+        return f"[{', '.join(_value(each) for each in value)}]"
     if isinstance(value, str):
         # A JSON string is a TOML basic string but for DEL and the surrogate pairs of ensure_ascii.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -58,6 +58,15 @@ class Form:
     def truth(self, key: str, default: Any = _MISSING) -> bool:
         return self._typed(key, default, (bool,), "true or false")
 
+    def fraction(self, key: str, default: Any = _MISSING) -> float:
+        return float(self._typed(key, default, (bool, int, float), "true, false or a number from 0 to 1"))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        values = self._typed(key, _MISSING, (list, tuple), "a list of numbers")
+        if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+            raise UsageError(f"key '{key}'{self.place} is {values!r} but must be a list of numbers; correct it")
+        return tuple(values)
+
     def size(self, default: Any = _MISSING) -> Any:
         """The memory: `memory = '40GiB'` as people write it or `memory_bytes` as programs do, not both."""
         if self.has("memory") and self.has("memory_bytes"):

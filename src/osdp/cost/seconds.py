@@ -4,7 +4,8 @@
 One stage's forward, or its backward, is a phase. Where communication overlaps compute, a phase takes the longer of its
 compute and its own communication: in a row of equal blocks each gather hides behind the block before, each reduction
 behind the block after, so every phase hides as much as it owns. The first stage has nothing before it in forward and
-nothing after it in backward: its communication is exposed. Where nothing overlaps, phases are sums.
+nothing after it in backward: its communication is exposed. Where nothing overlaps, phases are sums; where a profile
+found that a part of it does, they are that mixture of both.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from typing import NamedTuple
 import numpy as np
 
 from osdp.cluster import Cluster
+from osdp.cluster.timed import at_least as timed_at_least
+from osdp.cluster.timed import between as timed_at
 from osdp.cost.holds import Places
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, shard_ranks
-from osdp.model.graph import Stretch
+from osdp.model.graph import Stretch, Trace
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Roofline:
-    """Seconds of a list of kernels: each takes its FLOPs or its bytes, whichever is longer, and a launch."""
+class Compute:
+    """Seconds of a pass's kernels: each takes its FLOPs or its bytes, whichever is longer, and a launch."""
 
     def __init__(self, stretches: Sequence[Stretch], cluster: Cluster, training: Training) -> None:
         none = np.zeros((0, 2), dtype=np.int64)
@@ -40,12 +43,46 @@ class Roofline:
 
     def at(self, batch: int) -> float:
         size = np.array([1.0, batch])
-        return float(
-            np.maximum(self.flops @ size * self._flop_seconds, self.moved @ size * self._byte_seconds).sum()
-        ) + (self._launches)
+        seconds = np.maximum(self.flops @ size * self._flop_seconds, self.moved @ size * self._byte_seconds).sum()
+        return float(seconds) + self._launches
+
+    def at_least(self, low: int, high: int) -> float:
+        """Seconds of batch `high` at the best rate per sample from `low` on: its own, as launches are shared."""
+        return self.at(high)
 
     def flops_at(self, batch: int) -> int:
         return int((self.flops @ np.array([1, batch])).sum())
+
+
+class TimedCompute(Compute):
+    """The same, where a profile timed this stage."""
+
+    def __init__(
+        self,
+        stretches: Sequence[Stretch],
+        cluster: Cluster,
+        training: Training,
+        batches: tuple[int, ...],
+        seconds: tuple[float, ...],
+    ) -> None:
+        super().__init__(stretches, cluster, training)
+        self._timed = batches, seconds
+
+    def at(self, batch: int) -> float:
+        return timed_at(*self._timed, batch)
+
+    def at_least(self, low: int, high: int) -> float:
+        return timed_at_least(*self._timed, low, high)
+
+
+def compute_time(trace: Trace, cluster: Cluster, training: Training, *, backward: bool) -> Compute:
+    """The compute of one pass of a stage: as timed where the cluster's profile has it, else by roofline."""
+    stretches = trace.backward if backward else trace.forward
+    timed = cluster.timed_stage(trace.signature) if cluster.stages else None
+    if timed is None:
+        return Compute(stretches, cluster, training)
+    seconds = timed.backward_seconds if backward else timed.forward_seconds
+    return TimedCompute(stretches, cluster, training, timed.batches, seconds)
 
 
 class Collective(NamedTuple):
@@ -75,24 +112,31 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
     gather: list[Collective] = []
     again: list[Collective] = []
     reduce: list[Collective] = []
-    stepped = 0
+    stepped = tensors = 0
     for mode, count in option.held:
         sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
         stepped += count * sizes.trained
+        tensors += count * sizes.trained_tensors
         if places.enter is not None:
             gather += _gather(mode, sizes, training, cluster, again=False) * count
         if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
             again += _gather(mode, sizes, training, cluster, again=True) * count
         if unit.trained and places.leave_again is not None:
             reduce += _reduce(mode, sizes, training, cluster) * count
-    step_bytes = training.optimizer.passes * training.precision.master_bytes * stepped
-    return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, cluster.device.memory_seconds(step_bytes))
+    held = training.precision.master_bytes * stepped
+    step_bytes = training.optimizer.passes * held
+    timed = cluster.timed_optimizer(training.optimizer.name)
+    seconds = cluster.device.memory_seconds(step_bytes)
+    if timed is not None:
+        seconds = tensors * timed.tensor_seconds + held * timed.byte_seconds
+    return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, seconds)
 
 
 def _collective(kind: str, group: str, nbytes: int, copied: int, cluster: Cluster) -> Collective:
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
-    return Collective(kind, group, nbytes, seconds + launch, copied, cluster.device.memory_seconds(copied) + launch)
+    beside = cluster.device.memory_seconds(copied) + launch + cluster.exchange_seconds
+    return Collective(kind, group, nbytes, seconds + launch, copied, beside)
 
 
 def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster) -> list[Collective]:

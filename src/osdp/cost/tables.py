@@ -19,7 +19,7 @@ import numpy as np
 from osdp.cluster import Cluster
 from osdp.cost.holds import Hold, Places, Position, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
-from osdp.cost.seconds import Collective, Roofline, UnitWork, unit_work
+from osdp.cost.seconds import Collective, Compute, UnitWork, compute_time, unit_work
 from osdp.cost.slots import SlotGroups, Slots, neighbour_flags, value_at, visit_bytes
 from osdp.cost.training import Training
 from osdp.cost.units import SLICES, WHOLE, Option, Unit, modes_for
@@ -195,8 +195,8 @@ class _MadeShape:
     guests: tuple[Guest, ...]
     forward: SlotGroups
     backward: SlotGroups
-    forward_time: Roofline
-    backward_time: Roofline
+    forward_time: Compute
+    backward_time: Compute
 
     @staticmethod
     def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
@@ -230,8 +230,8 @@ class _MadeShape:
             ),
             groups[0],
             groups[1],
-            Roofline(shaped.trace.forward, tables.cluster, tables.training),
-            Roofline(shaped.trace.backward, tables.cluster, tables.training),
+            compute_time(shaped.trace, tables.cluster, tables.training, backward=False),
+            compute_time(shaped.trace, tables.cluster, tables.training, backward=True),
         )
 
     @property
@@ -252,6 +252,9 @@ class _MadeShape:
         trace = self.shaped.trace
         forward, kept = self.forward.rows(levels(trace.forward, batch))
         backward, kept_again = self.backward.rows(levels(trace.backward, batch))
+        passes = self.forward_time, self.backward_time
+        # at another batch the seconds bound those of all sizes in between; see [Note: Interval] in osdp.search.batches
+        forward_seconds, backward_seconds = (each.at_least(batch, time_batch) for each in passes)
         return ShapeTable(
             key=self.shaped.shape,
             units=tuple(
@@ -262,8 +265,8 @@ class _MadeShape:
             backward=backward,
             saved=trace.forward_delta.at(batch),
             freed=trace.backward_delta.at(batch),
-            forward_seconds=self.forward_time.at(time_batch),
-            backward_seconds=self.backward_time.at(time_batch),
+            forward_seconds=forward_seconds,
+            backward_seconds=backward_seconds,
             guests=tuple(
                 replace(
                     guest,

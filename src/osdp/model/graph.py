@@ -21,8 +21,10 @@ kernel, and a third one checks them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +124,15 @@ class Trace:
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
+
+    @cached_property
+    def signature(self) -> str:
+        """Equal for passes with the same kernels, and so the same time: their FLOPs and bytes at every batch size."""
+        digest = hashlib.sha256()
+        for stretches in (self.forward, self.backward):
+            rows = [np.concatenate([stretch.flops, stretch.moved], axis=1) for stretch in stretches]
+            digest.update(b"pass" + b"".join(np.ascontiguousarray(each, dtype=np.int64).tobytes() for each in rows))
+        return digest.hexdigest()[:16]
 
     @property
     def forward_delta(self) -> Affine:

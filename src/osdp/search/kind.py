@@ -43,7 +43,7 @@ class Kind:
 
     def __init__(self, table: StageTable, problem: Problem, scale: float) -> None:
         self.table, self.scale, self.micro = table, scale, problem.accumulation
-        self.add = not problem.overlap or table.exposed
+        self.overlap = problem.overlap_of(table)
         self.cost: list[float] = []
         self.upper: list[float] = []
         self.integer: list[bool] = []
@@ -95,10 +95,11 @@ class Kind:
         if plain:
             for chosen in units[0]:
                 self.cost[chosen.count] += self._alone(shape, chosen.option)
-        elif self.add:
-            self._added(shape, self.shapes[-1], units)
         else:
-            self._side_by_side(shape, self.shapes[-1], units)
+            if self.overlap < 1:
+                self._added(shape, self.shapes[-1], units, 1 - self.overlap)
+            if self.overlap > 0:
+                self._side_by_side(shape, self.shapes[-1], units, self.overlap)
         for options in units:
             self._drop_beaten(options, plain)
 
@@ -124,22 +125,23 @@ class Kind:
 
     def _alone(self, shape: ShapeTable, option: UnitOption) -> float:
         """The seconds of a stage whose only unit takes this option: no column is needed to compare the streams."""
-        seconds = self.micro * phase(shape.forward_seconds + option.copy.base, option.gather.base, self.add)
+        seconds = self.micro * phase(shape.forward_seconds + option.copy.base, option.gather.base, self.overlap)
         compute, wires = shape.backward_seconds + option.copy_again.base, option.gather_again.base
         reduced = compute + option.copy_reduce.base, wires + option.reduce.base
         often = (compute, wires) if option.reduce_once else reduced
-        return (seconds + (self.micro - 1) * phase(*often, self.add) + phase(*reduced, self.add)) * self.scale
+        return (seconds + (self.micro - 1) * phase(*often, self.overlap) + phase(*reduced, self.overlap)) * self.scale
 
-    def _added(self, shape: ShapeTable, columns: list[int], units: list[list[Chosen]]) -> None:
+    def _added(self, shape: ShapeTable, columns: list[int], units: list[list[Chosen]], part: float) -> None:
+        scale = self.scale * part
         for column in columns:
-            self.cost[column] += self.micro * (shape.forward_seconds + shape.backward_seconds) * self.scale
+            self.cost[column] += self.micro * (shape.forward_seconds + shape.backward_seconds) * scale
         for chosen in (chosen for options in units for chosen in options):
             often = ("copy", "gather", "copy_again", "gather_again")
-            self._time_terms(chosen, often, self.cost, self.micro * self.scale)
+            self._time_terms(chosen, often, self.cost, self.micro * scale)
             times = 1 if chosen.option.reduce_once else self.micro
-            self._time_terms(chosen, ("copy_reduce", "reduce"), self.cost, times * self.scale)
+            self._time_terms(chosen, ("copy_reduce", "reduce"), self.cost, times * scale)
 
-    def _side_by_side(self, shape: ShapeTable, columns: list[int], units: list[list[Chosen]]) -> None:
+    def _side_by_side(self, shape: ShapeTable, columns: list[int], units: list[list[Chosen]], part: float) -> None:
         """[Constraint] a visit takes no less than its compute, and no less than its communication."""
         flat = [chosen for options in units for chosen in options]
         again = (("copy_again", "copy_reduce"), ("gather_again", "reduce"))
@@ -147,7 +149,7 @@ class Kind:
         visits += [(self.micro - 1, shape.backward_seconds, again, False)] if self.micro > 1 else []
         visits += [(1, shape.backward_seconds, again, True)]
         for times, seconds, streams, once in visits:
-            slower = self._column(cost=float(times), integer=False)
+            slower = self._column(cost=times * part, integer=False)
             for names, base in zip(streams, (seconds, 0.0), strict=True):
                 terms = dict.fromkeys([slower, *columns, *self._columns(flat)], 0.0)
                 terms[slower] = -1.0

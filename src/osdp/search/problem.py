@@ -9,7 +9,7 @@ that number. At every row of every visit
     + activations + own units + what the neighbours' gathers and reductions hold here        <= limit
 
 and at the optimizer likewise. The objective is the step's seconds: compute and communication of each visit added, or
-the larger of both where they overlap.
+the larger of both where they overlap, or a mixture where they do in part.
 """
 
 from __future__ import annotations
@@ -145,8 +145,11 @@ class Problem:
     stages: tuple[StageTable, ...]
     constant: int
     limit: int
-    overlap: bool
+    overlap: float
     accumulation: int = 1
+
+    def overlap_of(self, table: StageTable) -> float:
+        return 0.0 if table.exposed else float(self.overlap)
 
 
 @dataclass(frozen=True)
@@ -259,19 +262,19 @@ def _guests(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tuple[IntArra
 
 def _seconds(problem: Problem, table: StageTable, shape: ShapeTable, options: list[tuple[UnitOption, int]]) -> float:
     """See [Note: Problem]. Of several micro-batches, the last one carries the reductions that are made once."""
-    micro, add = problem.accumulation, not problem.overlap or table.exposed
+    micro, overlap = problem.accumulation, problem.overlap_of(table)
 
     def sums(name: str, once: bool | None = None) -> float:
         return sum(getattr(o, name).at(k) for o, k in options if once is None or o.reduce_once == once)
 
-    seconds = micro * phase(shape.forward_seconds + sums("copy"), sums("gather"), add)
+    seconds = micro * phase(shape.forward_seconds + sums("copy"), sums("gather"), overlap)
     compute = shape.backward_seconds + sums("copy_again") + sums("copy_reduce", False)
     wires = sums("gather_again") + sums("reduce", False)
-    seconds += (micro - 1) * phase(compute, wires, add)
-    seconds += phase(compute + sums("copy_reduce", True), wires + sums("reduce", True), add)
+    seconds += (micro - 1) * phase(compute, wires, overlap)
+    seconds += phase(compute + sums("copy_reduce", True), wires + sums("reduce", True), overlap)
     return seconds + sums("step")
 
 
-def phase(compute: float, communication: float, add: bool) -> float:
-    """One visit of one stage: both streams one after the other, or side by side."""
-    return compute + communication if add else max(compute, communication)
+def phase(compute: float, communication: float, overlap: float) -> float:
+    """One visit of one stage: both streams side by side as far as they overlap, one after the other for the rest."""
+    return overlap * max(compute, communication) + (1 - overlap) * (compute + communication)
