@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +230,21 @@ def test_only_matrices_decay(name: str) -> None:
     optimizer.step()
     changed = {key for key, value in model.state_dict().items() if not torch.equal(value, torch.ones_like(value))}
     assert changed == {"0.weight"}
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy", ".txt"])
+def test_a_file_that_is_cut_while_it_is_read_is_refused(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"tokens{suffix}"
+    tokens = (np.arange(1000) % 256).astype(np.uint8 if suffix == ".txt" else np.uint16)
+    if suffix == ".npy":
+        np.save(file, tokens)
+    else:
+        tokens.tofile(file)
+    found = Windows((open_tokens(file),), 11)
+    whole_bytes = file.stat().st_size
+    assert found.batch([0, 98], vocab=None).shape == (2, 11)
+    os.truncate(file, 500)
+    with pytest.raises(UsageError, match=rf"{file} was cut to 500 of {whole_bytes:,} bytes while it was read"):
+        found.batch([98], vocab=None)
+    file.unlink()  # what was removed stays mapped
+    assert found.batch([0], vocab=None).tolist() == [list(range(11))]

@@ -1,7 +1,8 @@
 """`osdp train` in real processes.
 
 - Losses fall; two runs of one command have the same losses, bit for bit.
-- A rank is killed and torchrun starts all again: the curve is that of a run without accident, bit for bit.
+- A rank is killed while all save and train, and torchrun starts all again: the curve is that of a run without accident,
+  bit for bit.
 - Interrupted runs save and go on, with other ranks too.
 - A rank that hangs ends the others within the timeout; whatever fails is said in one sentence.
 """
@@ -12,115 +13,26 @@ import json
 import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
+from training_runs import (
+    FSDP2_WARNS,
+    SAME,
+    STEPS,
+    TESTS,
+    Process,
+    alone,
+    losses,
+    rank_process,
+    running,
+    torchrun,
+    two_ranks,
+)
 
 from osdp.cli.main import main
-
-TESTS = Path(__file__).parent
-STEPS = 30
-FSDP2_WARNS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of views that nobody changes in place
-SAME = ("tiny_lm:build", "--steps", str(STEPS), "--lr", "3e-3", "--json", "--quiet")
-
-
-def _read(stream: IO[str], lines: list[str]) -> None:
-    with stream:
-        lines.extend(stream)
-
-
-class Process:
-    """A command under way; its output is read as it comes."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None, **settings: Any) -> None:
-        self.popen = subprocess.Popen(
-            command,
-            cwd=TESTS,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            **settings,
-        )
-        self.lines: list[str] = []
-        self.errors: list[str] = []
-        self._readers = [
-            threading.Thread(target=_read, args=(stream, lines))
-            for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def end(self, seconds: float = 200) -> int:
-        code = self.popen.wait(seconds)
-        for reader in self._readers:
-            reader.join()
-        return code
-
-    def kill(self) -> None:
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.end()
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in map(json.loads, self.lines.copy()) if event["event"] == kind]
-
-    def wait_for_step(self, number: int, seconds: float = 200) -> None:
-        end = time.monotonic() + seconds
-        while not any(event["number"] >= number for event in self.events("step")):
-            assert time.monotonic() < end and self.popen.poll() is None, "".join(self.lines + self.errors)
-            time.sleep(0.01)
-
-    def sentences(self) -> list[str]:
-        return [line for line in self.errors if line.startswith("osdp: ")]
-
-
-@contextmanager
-def running(*processes: Process) -> Iterator[tuple[Process, ...]]:
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def torchrun(*arguments: str, restarts: int = 0) -> Process:
-    run = ("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "--monitor-interval", "0.1")
-    return Process([sys.executable, "-m", "torch.distributed.run", *run, "-m", "osdp", "train", *arguments])
-
-
-def alone(*arguments: str, **settings: Any) -> Process:
-    return Process([sys.executable, "-m", "osdp", "train", *arguments], **settings)
-
-
-def two_ranks(*command: str, **environment: str) -> list[Process]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = ({**world, **environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1"))
-    return [Process([sys.executable, *command], each) for each in ranks]
-
-
-def rank_process(launcher: Process, rank: int) -> int:
-    """The process id of a rank that torchrun has started."""
-    pid = launcher.popen.pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
-            return int(child)
-    raise AssertionError(f"torchrun has no rank {rank}")
-
-
-def losses(process: Process) -> dict[int, float]:
-    return {event["number"]: event["loss"] for event in process.events("step")}
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +55,12 @@ def whole(plan_file: Path) -> Process:
 
 @pytest.fixture(scope="module")
 def killed(plan_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Process, Path]:
-    """The same run, of which a rank is killed after it has saved; torchrun starts it once more."""
+    """The same run, which saves meanwhile, and of which a rank is killed; torchrun starts it once more."""
     folder = tmp_path_factory.mktemp("killed")
-    options = ("--checkpoint", str(folder), "--save-every", "4", "--resume", "--validation", "0.1")
+    options = ("--checkpoint", str(folder), "--save-every", "4", "--async-save", "--resume", "--validation", "0.1")
     with running(torchrun(*SAME, "--plan", str(plan_file), *options, restarts=1)) as (process,):
         process.wait_for_step(6)
+        process.wait_until((folder / "step-00000004").exists)
         os.kill(rank_process(process, 1), signal.SIGKILL)
         assert process.end() == 0, "".join(process.errors)
     return process, folder
@@ -164,7 +77,21 @@ def test_losses_fall_and_the_plan_is_measured(whole: Process, plan_file: Path) -
     assert end["measured_step_seconds"] > 0 and end["measured_peak_bytes"] > 0
     last = whole.events("step")[-1]
     assert last["validation_loss"] == pytest.approx(last["loss"], abs=0.5)
+    for event in whole.events("step"):
+        assert event["predicted_seconds"] == end["predicted_step_seconds"]
+        assert event["predicted_peak_bytes"] == end["predicted_peak_bytes"]
+        assert event["seconds"] > event["data_seconds"] > 0 and event["seconds"] > event["waited_seconds"]
+    (warning,) = whole.warnings()  # data sheets are far off for such a model, on a processor
+    assert "times the predicted" in warning and "2xCPU is not measured" in warning
     assert all(event["gradient_norm"] > 0 and event["tokens_per_second"] > 0 for event in whole.events("step"))
+
+
+def test_two_runs_of_one_command_have_the_same_losses() -> None:
+    command = ("tiny_lm:build", "--steps", "4", "--batch", "4", "--json", "--quiet", "--no-split", "--seed", "3")
+    with running(alone(*command), alone(*command)) as runs:
+        assert [run.end() for run in runs] == [0, 0]
+    first, second = map(losses, runs)
+    assert first == second and len(set(first.values())) == 4
 
 
 def test_a_killed_rank_costs_time_and_changes_no_bit(whole: Process, killed: tuple[Process, Path]) -> None:
@@ -176,6 +103,7 @@ def test_a_killed_rank_costs_time_and_changes_no_bit(whole: Process, killed: tup
     expected = losses(whole)
     assert all(event["loss"] == expected[event["number"]] for event in events)  # of both attempts
     assert set(losses(process)) == set(expected)
+    assert any(event["saving"] for event in events)  # training went on beside a save
     (lost,) = process.sentences()
     assert "another rank" in lost and f"--resume goes on from step {resume['step']} in" in lost
     assert "Traceback" not in "".join(process.errors)
@@ -190,7 +118,7 @@ def next_of(events: list[dict[str, Any]], number: int, *, last: bool) -> dict[st
 def test_an_interrupted_run_goes_on_with_other_ranks(
     whole: Process, plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--checkpoint", str(tmp_path), "--validation", "0.1")
+    options = ("--checkpoint", str(tmp_path), "--validation", "0.1", "--save-every", "2", "--async-save")
     with running(torchrun(*SAME, "--plan", str(plan_file), *options)) as (process,):
         process.wait_for_step(5)
         os.killpg(process.popen.pid, signal.SIGINT)  # as a terminal does: to torchrun and its ranks
@@ -295,13 +223,14 @@ def test_arguments_that_exclude_each_other_are_refused(capsys: pytest.CaptureFix
     assert "has settled --batch, --no-split" in refused(capsys, "tiny_lm:build", *plan, "--batch", "2", "--no-split")
     assert "exclude each other" in refused(capsys, "tiny_lm:build", "--batch", "2", "--global-batch", "4")
     assert "--resume needs a folder" in refused(capsys, "tiny_lm:build", "--resume")
+    assert "--async-save needs a folder" in refused(capsys, "tiny_lm:build", "--async-save")
     assert "the plan is for 2 ranks (2xCPU) but 1 run" in refused(capsys, "tiny_lm:build", *plan)
     assert "has 4 devices but 1 ranks run" in refused(capsys, "tiny_lm:build", "--cluster", "4xCPU")
 
 
 @FSDP2_WARNS
 def test_the_checkpoint_of_another_run_is_refused(
-    killed: tuple[Process, Path], capsys: pytest.CaptureFixture[str]
+    killed: tuple[Process, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, folder = killed
     to_folder = ("--checkpoint", str(folder), "--validation", "0.1", "--global-batch", "8")
@@ -309,3 +238,25 @@ def test_the_checkpoint_of_another_run_is_refused(
     resume = (*to_folder, "--resume", "--seed", "1")
     assert "is of another run: its seed is 0, here it is 1" in refused(capsys, "tiny_lm:build", *resume)
     assert "is of another model" in refused(capsys, "tiny_lm:wider", *to_folder, "--resume")
+    other_data = (*to_folder, "--resume", "--data", str(_text(tmp_path, 5000)))
+    assert "is of another run: its data is" in refused(capsys, "tiny_lm:build", *other_data)
+    assert main(["train", "tiny_lm:build", *to_folder, "--resume", "--steps", str(STEPS), "--json"]) == 0  # its own
+    assert f'"event": "resume", "step": {STEPS}' in capsys.readouterr().out
+
+
+@FSDP2_WARNS
+def test_a_folder_that_holds_something_else_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(folder: Path) -> str:
+        return refused(capsys, "tiny_lm:build", "--resume", "--checkpoint", str(folder))
+
+    file = _text(tmp_path, 10)
+    assert f"--checkpoint {file} is no folder (File exists)" in said(file)
+    assert f"--checkpoint {file}/run is no folder (Not a directory)" in said(file / "run")
+    inside = tmp_path / "run" / "step-00000007"
+    inside.mkdir(parents=True)
+    (inside / "checkpoint.json").write_text("{}")
+    assert f"{inside} is itself a checkpoint; give the folder it is in, {tmp_path / 'run'}" in said(inside)
+    assert main(["train", "tiny_lm:build", "--resume", "--checkpoint", str(inside.parent), "--quiet"]) == 1
+    assert f"{inside}/checkpoint.json is damaged: it is no JSON of a checkpoint" in capsys.readouterr().err

@@ -34,7 +34,7 @@ examples:
   osdp train gpt-tiny --steps 50
   torchrun --nproc-per-node 4 -m osdp train gpt-tiny --data book.txt
   torchrun --nproc-per-node 8 -m osdp train llama3-8b --plan plan.json \\
-    --data tokens.bin --checkpoint run1 --save-every 500 --resume
+    --data tokens.bin --checkpoint run1 --save-every 500 --async-save --resume
   torchrun --nproc-per-node 2 --max-restarts 3 -m osdp train \\
     my_package.models:build --checkpoint run2 --save-every 100 --resume"""
 
@@ -120,6 +120,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints")
     group.add_argument("--checkpoint", metavar="DIR", type=Path, help="where to save, at the end and when interrupted")
     group.add_argument("--save-every", metavar="N", type=positive, default=0, help="save every N steps too")
+    group.add_argument("--async-save", action="store_true", help="train on while a checkpoint is written")
     group.add_argument("--keep", metavar="N", type=positive, default=2, help="checkpoints (default: %(default)s)")
     group.add_argument("--resume", action="store_true", help="go on from the newest in DIR, if there is one")
 
@@ -208,7 +209,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; give one"
         )
-    for option in ("resume", "save_every"):
+    for option in ("resume", "save_every", "async_save"):
         if getattr(arguments, option) and arguments.checkpoint is None:
             raise UsageError(f"--{option.replace('_', '-')} needs a folder; give it with --checkpoint DIR")
 
@@ -216,6 +217,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _settings(arguments: argparse.Namespace) -> Settings:
     from osdp.training.loop import Settings
     from osdp.training.optimizer import Schedule
+    from osdp.training.saves import Keeping
 
     decay_steps = arguments.decay_steps or arguments.steps
     warmup = arguments.warmup or max(1, min(100, decay_steps // 10))
@@ -227,10 +229,9 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         seed=arguments.seed,
         validation=arguments.validation,
         validate_every=arguments.validate_every,
-        checkpoint=arguments.checkpoint,
-        save_every=arguments.save_every,
-        keep=arguments.keep,
-        resume=arguments.resume,
+        keeping=Keeping(
+            arguments.checkpoint, arguments.save_every, arguments.keep, arguments.resume, arguments.async_save
+        ),
     )
 
 

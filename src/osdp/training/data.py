@@ -9,7 +9,9 @@ batch, so sees the same samples in the same steps, and only the step must be rem
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -112,6 +114,7 @@ class Windows:
     def __getitem__(self, number: int) -> Array:
         file = int(np.searchsorted(self._first, number, side="right")) - 1
         start = (number - self._first[file]) * (self.length - 1)
+        _refuse_shrunk(self.files[file])
         return np.asarray(self.files[file][start : start + self.length], np.int64)
 
     def batch(self, numbers: Sequence[int], *, vocab: int | None) -> Array:
@@ -142,6 +145,19 @@ class Windows:
             edges = (tokens[: _EDGE_BYTES // tokens.itemsize], tokens[-(_EDGE_BYTES // tokens.itemsize) :])
             known += [len(tokens), *(zlib.crc32(np.ascontiguousarray(edge).tobytes()) for edge in edges)]
         return hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+
+
+def _refuse_shrunk(tokens: Array) -> None:
+    """A mapped file that was cut meanwhile: reading beyond its end would end the process, without a word."""
+    if not isinstance(tokens, np.memmap) or tokens.filename is None:
+        return
+    with contextlib.suppress(FileNotFoundError):  # what is removed stays mapped
+        size_bytes, mapped_bytes = os.path.getsize(tokens.filename), tokens.offset + tokens.nbytes
+        if size_bytes < mapped_bytes:
+            raise UsageError(
+                f"the data {tokens.filename} was cut to {size_bytes:,} of {mapped_bytes:,} bytes while it was read; "
+                "restore it, and go on with --resume"
+            )
 
 
 def _too_many(token: int, vocab: int) -> str:

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from osdp.training.data import Order, Windows
 from osdp.training.feed import Feed
 from osdp.training.memory import PeakMemory
 from osdp.training.optimizer import Schedule, make_optimizer
+from osdp.training.pace import Timing
+from osdp.training.saves import Keeping, Saves
 from osdp.training.world import World
 
 MOST_VALIDATION_BATCHES = 16
@@ -38,25 +39,21 @@ class Settings:
     weight_decay: float
     clip: float
     seed: int
+    keeping: Keeping
     validation: float = 0.0
     validate_every: int = 0
-    checkpoint: Path | None = None
-    save_every: int = 0
-    keep: int = 2
-    resume: bool = False
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step was: `number` counts from 1; `peak_bytes` is the highest of all ranks so far."""
+    """What one step was: `number` counts from 1; the timing's peak is the highest of all ranks so far."""
 
     number: int
     loss: float
     gradient_norm: float
     lr: float
-    seconds: float
     tokens_per_second: float
-    peak_bytes: int
+    timing: Timing
     validation_loss: float | None = None
 
 
@@ -103,10 +100,9 @@ class Trainer:
         self.optimizer = make_optimizer(
             self.model, plan.optimizer, lr=settings.schedule.lr, weight_decay=settings.weight_decay
         )
-        self.saved_step: int | None = None
         self.now = "the start"
-
-    # Checkpoints
+        self.saves = Saves(settings.keeping, self.model, self.optimizer, identity=self.identity, watch=self._watch)
+        self._data_seconds = 0.0
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -119,72 +115,27 @@ class Trainer:
             "data": self.data.windows.digest,
         }
 
-    def resumed(self) -> int:
-        """Loads the newest checkpoint, if one is wanted and there; gives the steps that are done."""
-        folder = self.settings.checkpoint
-        if folder is None:
-            return 0
-        if not self.settings.resume:
-            old = sorted(path for path in folder.glob("step-*") if not path.suffix)  # others were never finished
-            if old:
-                raise UsageError(
-                    f"{folder} has a checkpoint, {old[-1].name}; go on from it with --resume, or choose another folder"
-                )
-            return 0
-        self._watch("loading the checkpoint")
-        found = osdp.load_checkpoint(folder, self.model, self.optimizer)
-        if found is None:
-            return 0
-        for name, value in self.identity.items():
-            if found.extra.get(name) != value:
-                raise UsageError(
-                    f"{found.path} is of another run: its {name} is {found.extra.get(name)}, here it is {value}; "
-                    "give the same, or choose another --checkpoint folder"
-                )
-        self.saved_step = found.step
-        return found.step
-
-    def save(self, step: int) -> None:
-        if self.settings.checkpoint is None or self.saved_step == step:
-            return
-        self._watch(f"saving step {step}")
-        osdp.save_checkpoint(
-            self.settings.checkpoint,
-            self.model,
-            self.optimizer,
-            step=step,
-            extra=self.identity,
-            keep=self.settings.keep,
-        )
-        self.saved_step = step
-
-    def resumes(self) -> str:
-        """From where a run that ends now goes on, for an error's last words."""
-        if self.settings.checkpoint is None:
-            return "nothing is saved, as --checkpoint was not given"
-        if self.saved_step is None:
-            return f"{self.settings.checkpoint} has no checkpoint yet"
-        return f"--resume goes on from step {self.saved_step} in {self.settings.checkpoint}"
-
-    # Steps
-
     def steps(self, done: int, wish: StopWish) -> Iterator[Step]:
         """Trains from the step after `done` to the last, or until any rank is asked to stop."""
         for index in range(done, self.settings.steps):
-            step, stop = self._step(index, wish)
+            step, stop, writing = self._step(index, wish)
             yield step
             if stop:
                 wish.signal = stop
-                self.save(step.number)
+            last = bool(stop) or step.number == self.settings.steps
+            if last or self.saves.due(step.number):
+                self.saves.save(step.number, last=last)
+            elif not writing:
+                self.saves.settle()
+            if stop:
                 break
-            every = self.settings.save_every
-            if step.number == self.settings.steps or (every and step.number % every == 0):
-                self.save(step.number)
         self.watchdog.rest()
 
-    def _step(self, index: int, wish: StopWish) -> tuple[Step, int]:
+    def _step(self, index: int, wish: StopWish) -> tuple[Step, int, bool]:
+        """A step; the signal that any rank was sent; whether any rank still writes a checkpoint."""
         self._watch(f"step {index + 1}")
-        began = time.perf_counter()
+        began, computed, self._data_seconds = time.perf_counter(), time.thread_time(), 0.0
+        saving = self.saves.under_way
         # Of the step and not of the run, so that dropout after a restart is as it would have been.
         torch.manual_seed(_mixed(self.settings.seed, index, self.world.rank))
         lr = self.settings.schedule.at(index)
@@ -194,14 +145,21 @@ class Trainer:
         norm = osdp.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        numbers = self.world.all_numbers(loss, self.memory.peak_bytes(), wish.signal)
-        losses, peaks, stops = zip(*numbers, strict=True)
+        waited = time.perf_counter() - began - (time.thread_time() - computed)
+        numbers = self.world.all_numbers(
+            loss, self._data_seconds, waited, self.memory.peak_bytes(), saving, self.saves.under_way, wish.signal
+        )
+        losses, data_seconds, waits, peaks, savings, writing, stops = zip(*numbers, strict=True)
         mean, seconds = sum(losses) / len(losses), time.perf_counter() - began
         if not math.isfinite(mean) or not math.isfinite(norm):
-            raise OsdpError(f"step {index + 1} has loss {mean} and gradient norm {norm}; lower --lr; {self.resumes()}")
+            self.saves.settle_after_failure()
+            resumes = self.saves.resumes()
+            raise OsdpError(f"step {index + 1} has loss {mean} and gradient norm {norm}; lower --lr; {resumes}")
+        on_cpu = self.world.device.type == "cpu"
+        timing = Timing(seconds, max(data_seconds), max(waits) if on_cpu else None, int(max(peaks)), any(savings))
         tokens = self.plan.global_batch * self.feed.seq_len
-        step = Step(index + 1, mean, norm, lr, seconds, tokens / seconds, int(max(peaks)), self._validated(index + 1))
-        return step, int(max(stops))
+        step = Step(index + 1, mean, norm, lr, tokens / seconds, timing, self._validated(index + 1))
+        return step, int(max(stops)), any(writing)
 
     def _gradients(self, index: int) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
@@ -223,7 +181,9 @@ class Trainer:
         return total / len(micro_batches)
 
     def _loss(self, windows: list[int]) -> Tensor:
+        began = time.perf_counter()
         batch = torch.from_numpy(self.data.windows.batch(windows, vocab=self.feed.vocab)).to(self.world.device)
+        self._data_seconds += time.perf_counter() - began
         args, kwargs = self.feed.arguments(batch)
         return self.source.loss(self.model(*args, **kwargs))
 

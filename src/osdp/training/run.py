@@ -19,6 +19,7 @@ from osdp.training.baddays import StopWish, Watchdog, explained
 from osdp.training.data import Windows, open_tokens
 from osdp.training.feed import Feed, feed_of
 from osdp.training.loop import Data, Settings, Trainer
+from osdp.training.pace import Pace
 from osdp.training.say import speaker
 from osdp.training.world import World, started
 
@@ -76,6 +77,7 @@ class _Run:
         model = self.source.build_on_meta()
         feed = feed_of(self.source, model)
         data = self._data(feed)
+        self.settings.keeping.check()
         settings, saying = self.settings, self.saying
         with ExitStack() as stack:
             said = speaker(
@@ -92,17 +94,18 @@ class _Run:
             trainer = Trainer(self.source, model, feed, plan, data, settings, world=world, watchdog=watchdog)
             self.trainer = trainer
             wish = stack.enter_context(StopWish().heard())
-            done = trainer.resumed()
-            say.start(plan, done, settings.checkpoint)
-            steps = []
+            done = trainer.saves.resumed()
+            say.start(plan, done, settings.keeping.folder)
+            steps, pace = [], Pace(plan)
             for step in trainer.steps(done, wish):
-                say.step(step)
+                say.step(step, plan)
+                say.warn(pace.parted(step.timing))
                 steps.append(step)
             if not wish.signal:
                 say.end(steps, plan)
         if wish.signal and world.leads:
             print(
-                f"osdp: interrupted after step {steps[-1].number if steps else done}; {trainer.resumes()}",
+                f"osdp: interrupted after step {steps[-1].number if steps else done}; {trainer.saves.resumes()}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -116,7 +119,7 @@ class _Run:
         return Data.of(windows, seed=settings.seed, validation=settings.validation)
 
     def _hung(self, what: str, world: World) -> str:
-        resumes = self.trainer.resumes() if self.trainer else ""
+        resumes = self.trainer.saves.resumes() if self.trainer else ""
         return (
             f"rank {world.rank} waited {self.timeout_seconds:g} s in {what}: another rank hangs or is gone, or "
             f"--timeout is too short; {resumes}"
@@ -125,7 +128,9 @@ class _Run:
     def ended_by(self, error: BaseException, world: World) -> BaseException:
         """What to raise on this rank: of all that fail with one cause, the first speaks."""
         during = self.trainer.now if self.trainer else "the start"
-        resumes = self.trainer.resumes() if self.trainer else "nothing is trained yet"
+        if self.trainer:
+            self.trainer.saves.settle_after_failure()
+        resumes = self.trainer.saves.resumes() if self.trainer else "nothing is trained yet"
         known = error if isinstance(error, (OsdpError, OSError)) else None
         known = known or explained(error, during=during, plan=self.plan, resumes=resumes)
         if type(error) is OsdpError and resumes not in str(error):  # of a save, which cannot know it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,8 +15,9 @@ from osdp.errors import UsageError
 from osdp.planfile import Plan
 from osdp.report.numbers import format_rate, format_seconds, format_share
 from osdp.training.loop import Step
+from osdp.training.pace import typical_seconds
 
-WARM_UP_STEPS = 2  # the first ones load libraries and make buffers: they are not what a plan predicts
+_NO_CURVES = ("event", "number")
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,39 @@ class Summary:
 
     @staticmethod
     def of(steps: list[Step], plan: Plan) -> Summary:
-        timed = steps[WARM_UP_STEPS:] or steps
         return Summary(
             steps=len(steps),
             first_loss=steps[0].loss,
             last_loss=steps[-1].loss,
             predicted_step_seconds=plan.predicted.step_seconds,
-            measured_step_seconds=statistics.median(step.seconds for step in timed),
+            measured_step_seconds=typical_seconds([step.timing for step in steps]),
             predicted_peak_bytes=plan.predicted.peak_bytes,
-            measured_peak_bytes=max(step.peak_bytes for step in steps),
+            measured_peak_bytes=max(step.timing.peak_bytes for step in steps),
         )
 
 
-def step_line(step: Step, steps: int) -> str:
-    """'step  12/100  loss 2.3456  norm 0.812  lr 3.0e-04  1.2 GiB  12,345 tok/s  812 ms'."""
+def step_line(step: Step, steps: int, predicted_seconds: float) -> str:
+    """'step  12/100  loss 2.3456  norm 0.812  lr 3.0e-04  1.2 GiB  12,345 tok/s  812 ms (predicted 790 ms)'."""
+    predicted = f" (predicted {format_seconds(predicted_seconds)})" if predicted_seconds > 0 else ""
     parts = [
         f"step {step.number:{len(str(steps))}}/{steps}",
         f"loss {step.loss:.4f}",
         f"norm {step.gradient_norm:.3f}",
         f"lr {step.lr:.1e}",
-        format_bytes(step.peak_bytes),
+        format_bytes(step.timing.peak_bytes),
         f"{format_rate(step.tokens_per_second)} tok/s",
-        format_seconds(step.seconds),
+        f"{format_seconds(step.timing.seconds)}{predicted}",
     ]
     if step.validation_loss is not None:
         parts.insert(2, f"validation {step.validation_loss:.4f}")
     return "  ".join(parts)
+
+
+def step_document(step: Step, plan: Plan) -> dict[str, Any]:
+    """What was measured of a step, flat, and what the plan expects of it."""
+    fields, expected = asdict(step), plan.predicted
+    predicted = {"predicted_seconds": expected.step_seconds, "predicted_peak_bytes": expected.peak_bytes}
+    return {"event": "step", **fields.pop("timing"), **fields, **predicted}
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -109,17 +116,20 @@ class Speaker:
         if self._bar is not None:
             self._bar.update(0, completed=done)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step, plan: Plan) -> None:
         due = step.number % self._every == 0 or step.number == self._steps or step.validation_loss is not None
         if self._as_json or due:
-            self._line({"event": "step", **asdict(step)}, step_line(step, self._steps))
+            self._line(step_document(step, plan), step_line(step, self._steps, plan.predicted.step_seconds))
         if self._bar is not None:
             self._bar.update(0, completed=step.number, description=f"loss {step.loss:.4f}")
         if self._curves is not None:
-            for name in ("loss", "gradient_norm", "lr", "seconds", "tokens_per_second", "peak_bytes"):
-                self._curves.add_scalar(name, getattr(step, name), step.number)
-            if step.validation_loss is not None:
-                self._curves.add_scalar("validation_loss", step.validation_loss, step.number)
+            for name, value in step_document(step, plan).items():
+                if name not in _NO_CURVES and value is not None:
+                    self._curves.add_scalar(name, value, step.number)
+
+    def warn(self, sentence: str | None) -> None:
+        if self._leads and sentence:
+            print(f"osdp: warning: {sentence}", file=sys.stderr, flush=True)
 
     def end(self, steps: list[Step], plan: Plan) -> None:
         if not steps:

@@ -1,0 +1,146 @@
+"""The checkpoints of a run: where it goes on from, and saves that training does not wait for.
+
+[Note: Pending save]
+With `--async-save` a save copies the states, and a thread writes them while steps go on. Ranks learn from each other,
+at the end of every step, whether all have written: then all of them settle it, and its error, if it has one, ends all
+of them alike. The next save, the end of the run and whatever ends it early settle it first. A process that is killed
+meanwhile leaves a folder that does not pass for a checkpoint; see [Note: Whole].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+import osdp
+from osdp.errors import OsdpError, UsageError
+from osdp.runtime.checkpoint import Saving
+
+_WHOLE = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where checkpoints are, and how they are saved; without a folder there are none."""
+
+    folder: Path | None = None
+    every: int = 0
+    keep: int = 2
+    resume: bool = False
+    asynchronous: bool = False
+
+    def check(self) -> None:
+        """Refuses a folder that cannot be saved to: at the start, and not after hours of training."""
+        folder = self.folder
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--checkpoint {folder} is no folder ({error.strerror}); choose another") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"--checkpoint {folder} cannot be written to; change its rights, or choose another")
+        if (folder / "checkpoint.json").exists() or (folder / ".metadata").exists():
+            raise UsageError(f"--checkpoint {folder} is itself a checkpoint; give the folder it is in, {folder.parent}")
+        newest = self.newest()
+        if newest is not None and not self.resume:
+            raise UsageError(
+                f"{folder} has a checkpoint, step-{newest:08}; go on from it with --resume, or choose another folder"
+            )
+
+    def newest(self) -> int | None:
+        """The last step that is saved; names with a suffix are of saves that were never finished."""
+        names = os.listdir(self.folder) if self.folder is not None and self.folder.is_dir() else ()
+        return max((int(match[1]) for match in map(_WHOLE.fullmatch, names) if match), default=None)
+
+
+class Saves:
+    """Saves and loads a model and its optimizer; `identity` is what must be equal for a run to be the same run."""
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        identity: Mapping[str, Any],
+        watch: Callable[[str], None],
+    ) -> None:
+        self.keeping, self._identity, self._watch = keeping, identity, watch
+        self._model, self._optimizer = model, optimizer
+        self._last: int | None = None
+        self._pending: tuple[int, Saving] | None = None
+
+    def resumed(self) -> int:
+        """Loads the newest checkpoint, if one is wanted and there; gives the steps that are done."""
+        folder = self.keeping.folder
+        if folder is None or not self.keeping.resume:
+            return 0
+        self._watch("loading the checkpoint")
+        found = osdp.load_checkpoint(folder, self._model, self._optimizer)
+        if found is None:
+            return 0
+        for name, value in self._identity.items():
+            if found.extra.get(name) != value:
+                raise UsageError(
+                    f"{found.path} is of another run: its {name} is {found.extra.get(name)}, here it is {value}; "
+                    "give the same, or choose another --checkpoint folder"
+                )
+        self._last = found.step
+        return found.step
+
+    def due(self, step: int) -> bool:
+        return self.keeping.every > 0 and step % self.keeping.every == 0
+
+    def save(self, step: int, *, last: bool = False) -> None:
+        """Saves a step; `last` waits until it is whole, as nothing is trained meanwhile."""
+        self.settle()
+        if self.keeping.folder is None or self._last == step:
+            return
+        self._watch(f"saving step {step}")
+        saving = osdp.save_checkpoint(
+            self.keeping.folder,
+            self._model,
+            self._optimizer,
+            step=step,
+            extra=self._identity,
+            keep=self.keeping.keep,
+            asynchronous=self.keeping.asynchronous and not last,
+        )
+        self._pending = None if saving is None else (step, saving)
+        self._last = step
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank still writes; what is written and not settled is not."""
+        return self._pending is not None and not self._pending[1].done
+
+    def settle(self) -> None:
+        """Waits for the pending save; its error is raised here, as a save that is waited for would have raised it."""
+        if self._pending is not None:
+            (step, saving), self._pending = self._pending, None
+            self._watch(f"saving step {step}")
+            saving.wait()
+
+    def settle_after_failure(self) -> None:
+        """The same when the run ends by another error, which is the one to tell."""
+        with contextlib.suppress(OsdpError):
+            self.settle()
+
+    def resumes(self) -> str:
+        """From where a run that ends now goes on, for an error's last words."""
+        folder = self.keeping.folder
+        if folder is None:
+            return "nothing is saved, as --checkpoint was not given"
+        newest = self.keeping.newest()
+        return (
+            f"{folder} has no checkpoint yet" if newest is None else f"--resume goes on from step {newest} in {folder}"
+        )

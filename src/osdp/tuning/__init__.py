@@ -1,0 +1,1 @@
+"""Closing the loop: measured steps correct a profile, and the corrected profile plans again."""

@@ -1,0 +1,108 @@
+"""What measured steps say about a profile: factors on its figures.
+
+[Note: Factors]
+A step's seconds are one number, a profile has many. So four factors stand for it: on compute, on communication, on the
+host's own time and on the optimizer. They are those that explain the measured steps best while they stay near 1: with
+one step measured it spreads the difference over all, and every further plan, whose mixture differs, tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from osdp.cluster import Cluster, Link
+
+_STEP_SIGMA = 0.03  # how far a measured step may lie off by chance, as a part of it
+_FACTOR_SIGMA = 0.5  # how far a profile's figure may
+_ROUNDS, _NUDGE, _FARTHEST = 12, 1e-3, 0.5
+
+Predict = Callable[[Cluster], float]  # seconds of a plan's step on a cluster
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times longer each part of a step takes than the profile says; see [Note: Factors]."""
+
+    compute: float = 1.0
+    communication: float = 1.0
+    host: float = 1.0
+    optimizer: float = 1.0
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    predict: Predict
+    seconds: float
+
+
+def corrected(cluster: Cluster, factors: Factors) -> Cluster:
+    """The cluster with every figure of a part made slower, or faster, by its factor."""
+    device, compute = cluster.device, factors.compute
+    return replace(
+        cluster,
+        device=replace(
+            device,
+            peak_flops={dtype: rate / compute for dtype, rate in device.peak_flops.items()},
+            memory_bytes_per_second=device.memory_bytes_per_second / compute,
+            kernel_seconds=device.kernel_seconds * compute,
+        ),
+        stages=tuple(
+            replace(
+                stage,
+                forward_seconds=tuple(each * compute for each in stage.forward_seconds),
+                backward_seconds=tuple(each * compute for each in stage.backward_seconds),
+            )
+            for stage in cluster.stages
+        ),
+        node_link=_slower(cluster.node_link, factors.communication),
+        network=_slower(cluster.network, factors.communication),
+        measured=tuple(
+            replace(
+                each,
+                latency_seconds=each.latency_seconds * factors.communication,
+                bytes_per_second=each.bytes_per_second / factors.communication,
+            )
+            for each in cluster.measured
+        ),
+        exchange_seconds=cluster.exchange_seconds * factors.host,
+        optimizers=tuple(
+            replace(
+                each,
+                tensor_seconds=each.tensor_seconds * factors.optimizer,
+                byte_seconds=each.byte_seconds * factors.optimizer,
+            )
+            for each in cluster.optimizers
+        ),
+    )
+
+
+def _slower(link: Link, factor: float) -> Link:
+    return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=link.latency_seconds * factor)
+
+
+def calibrate(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Factors:
+    """The factors that explain the steps best: least squares of logarithms, by Gauss and Newton."""
+    found = np.zeros(len(fields(Factors)))
+    for _ in range(_ROUNDS):
+        here = _errors(cluster, steps, found)
+        slopes = np.stack([(_errors(cluster, steps, found + nudge) - here) / _NUDGE for nudge in _nudges()], axis=1)
+        change = np.linalg.lstsq(slopes, -here, rcond=None)[0]
+        found = found + np.clip(change, -_FARTHEST, _FARTHEST)
+        if np.abs(change).max() < _NUDGE:
+            break
+    return Factors(*np.exp(found).tolist())
+
+
+def _nudges() -> list[np.ndarray]:
+    return list(np.eye(len(fields(Factors))) * _NUDGE)
+
+
+def _errors(cluster: Cluster, steps: Sequence[MeasuredStep], logs: np.ndarray) -> np.ndarray:
+    """Of each step, and of each factor, how far it lies off, in what may happen by chance."""
+    there = corrected(cluster, Factors(*np.exp(logs).tolist()))
+    off = [math.log(step.predict(there) / step.seconds) / _STEP_SIGMA for step in steps]
+    return np.array([*off, *(logs / _FACTOR_SIGMA).tolist()])
