@@ -1,5 +1,6 @@
 """Claims: the simulated cluster has two levels, hosts at the asked rate and ranks of a host far faster; ranks see what
-torchrun tells them; exit codes are gathered; and nothing is left behind, however a run ends."""
+torchrun tells them; exit codes are gathered; a plan trains on it, over two levels, as in a single process; and nothing
+is left behind, however a run ends."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from odd_models import Model, built
+from trained import EVERY_MODE, Trained, same, three_plans, train
 
 from benchmarks.cluster import ClusterTimeout, ClusterUnavailable, SimulatedCluster, first_failure, prepare
 from benchmarks.cluster import network as net
@@ -198,6 +202,38 @@ def test_without_root_the_remedy_is_said() -> None:
     done = subprocess.run(_python(code), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == "error: network namespaces need root and this is user 65534; run it with sudo\n"
+
+
+# ---- training
+
+
+def test_training_over_two_levels_equals_the_single_process(tmp_path: Path) -> None:
+    plans = three_plans(Model, "2x2", splits=((3, 2), (1, 1)))
+    assert {unit.mode for plan in plans for unit in plan.units} == set(EVERY_MODE)
+    assert all(plan.cluster.exchanges_on_two_levels for plan in plans)
+    for index, plan in enumerate(plans):
+        plan.save(tmp_path / f"plan{index}")
+    code = f"""if True:
+        import os, sys
+        sys.path.insert(0, {str(ROOT / "tests")!r})
+        import torch, osdp
+        from odd_models import Model, built
+        from trained import train
+        torch.distributed.init_process_group("gloo")
+        plans = [osdp.Plan.load(f"{tmp_path}/plan{{index}}") for index in range({len(plans)})]
+        found = [train(osdp.parallelize(built(Model), plan)) for plan in plans]
+        torch.save([(run.losses, run.gradients, run.weights) for run in found], "{tmp_path}/" + os.environ["RANK"])
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    """
+    with SimulatedCluster(hosts=2, ranks_per_host=2, across="200mbit") as cluster:
+        results = cluster.run([sys.executable, "-W", "ignore", *_python(code)[1:]], timeout=120)
+    failed = first_failure(results)
+    assert failed is None, failed.stderr
+    truth = train(built(Model))
+    for rank in range(cluster.world_size):
+        for losses, gradients, weights in torch.load(tmp_path / str(rank)):
+            same(Trained(losses, gradients, weights), truth)
 
 
 # ---- nothing left behind

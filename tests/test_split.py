@@ -2,6 +2,7 @@
 
 - Outputs and gradients equal the unsplit operator's, for every kind, even and uneven.
 - Its state has the old names, shapes and bits, in both directions, whole or sharded, at any world size.
+- Sharded slices are gathered and reduced one at a time, whether or not their inputs require gradients.
 - What cannot be split is refused with a reason, and so is computing with a split parameter.
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.allocator import peak_above_start
 from osdp._torch import FakeTensor, FakeTensorMode
 from osdp.errors import UsageError
 from osdp.runtime.split import JoinedTensor, join, parts_of, slice_sizes, split_operator, split_operators
@@ -449,3 +451,29 @@ def fail_on_rank_one() -> None:
 def test_a_failing_rank_is_reported_and_ends_the_others() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2: Traceback[\s\S]*this rank has no luck"):
         run_ranks(2, fail_on_rank_one)
+
+
+def peaks_of_slices(kind: str) -> list[int]:
+    """What a step allocates beyond its start, gradients being there already, with one slice and with eight."""
+    inputs = torch.zeros(1, 1, dtype=torch.long) if kind == "embedding" else torch.zeros(1, 256, requires_grad=True)
+    peaks = []
+    for slices in (1, 8):
+        module = nn.Embedding(256, 512) if kind == "embedding" else nn.Linear(256, 512, bias=False)
+        for piece in split_operator(module, slices) if slices > 1 else [module]:
+            fully_shard(piece)
+        if slices > 1:
+            fully_shard(module)
+
+        def step(module: nn.Module = module) -> None:
+            module(inputs).sum().backward()
+
+        step()
+        peaks.append(peak_above_start(step))
+    return peaks
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_slices_are_whole_one_at_a_time_in_backward_too(kind: str) -> None:
+    for whole, sliced in run_ranks(2, peaks_of_slices, kind):
+        assert whole >= 3 * 256 * 512 * 4  # gathered, its gradient, and what is sent of it
+        assert sliced < 2 / 8 * whole

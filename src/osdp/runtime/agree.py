@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch import nn
 
 from osdp.errors import OsdpError, UsageError
 from osdp.planfile import Plan
+
+T = TypeVar("T")
 
 
 def planned_by_rank_0(make: Callable[[], Plan]) -> Plan:
@@ -33,15 +36,12 @@ def planned_by_rank_0(make: Callable[[], Plan]) -> Plan:
 def check_ranks(plan: Plan) -> None:
     """All ranks must run one plan, on as many ranks as it was made for."""
     ranks, planned = dist.get_world_size(), plan.cluster.world_size
+    digests = _of_all(plan.digest)
     if ranks != planned:
         raise UsageError(
             f"the plan is for {planned} ranks ({plan.cluster.label}) but {ranks} run; plan again for {ranks}"
             f" ranks, or start {planned}"
         )
-    if dist.get_backend() == "fake":
-        return
-    digests: list[str] = [""] * ranks
-    dist.all_gather_object(digests, plan.digest)
     if len(set(digests)) > 1:
         others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
         raise UsageError(
@@ -50,33 +50,59 @@ def check_ranks(plan: Plan) -> None:
         )
 
 
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Every rank's model must have the plan's modules, with as many parameters as were planned, in the planned dtype.
+
+    Ranks tell each other what they find: where one raised alone, the others would wait for it.
+    """
+    found = _of_all(_misfit(model, plan))
+    if None not in found and len(set(found)) == 1:
+        raise UsageError(str(found[0]))
+    for rank, reason in enumerate(found):
+        if reason is not None:
+            raise UsageError(f"on rank {rank} {reason}; every rank must build the same model")
+
+
 def check_weights(model: nn.Module) -> None:
     """Ranks that begin with different weights would train different models; those on the meta device have none yet."""
-    if dist.get_backend() == "fake" or any(parameter.is_meta for parameter in model.parameters()):
+    if dist.get_backend() == "fake":
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own = {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    own = None if on_meta else {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    everyone = _of_all(own)
+    first = everyone[0]
     for rank, theirs in enumerate(everyone):
-        differs = next((name for name in everyone[0] if theirs.get(name) != everyone[0][name]), None)
+        if first is None or theirs is None:
+            differs = None if first is theirs else "one is on the meta device, the other is not"
+        else:
+            names = [name for name in {**first, **theirs} if theirs.get(name) != first.get(name)]
+            differs = f"{names[0]} differs" if names else None
         if differs is not None:
             raise UsageError(
-                f"rank {rank} has other weights than rank 0: {differs} differs; call torch.manual_seed alike on every"
+                f"rank {rank} has other weights than rank 0: {differs}; call torch.manual_seed alike on every"
                 " rank before the model is built, or build it under torch.device('meta') and call osdp.initialize"
             )
+
+
+def _of_all(own: T) -> list[T]:
+    """What every rank gives, in the order of ranks: a collective. In a world that is not real all ranks are alike."""
+    everyone = [own] * dist.get_world_size()
+    if dist.get_backend() != "fake":
+        dist.all_gather_object(everyone, own)
+    return everyone
 
 
 def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-def check_model(model: nn.Module, plan: Plan) -> None:
-    """The model must have the plan's modules, with as many parameters as were planned, in the planned dtype."""
+def _misfit(model: nn.Module, plan: Plan) -> str | None:
+    """Why this rank's model is not the one that was planned; None if it is."""
     master = torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32
     for name, parameter in model.named_parameters():
         if parameter.dtype != master:
-            raise UsageError(
+            return (
                 f"{name} is {parameter.dtype} but {plan.precision} was planned with {master}; call model.to({master})"
                 " before osdp.parallelize, or plan another precision"
             )
@@ -85,12 +111,13 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     for unit in sorted(plan.units, key=lambda unit: -unit.depth):
         missing = next((name for name in unit.modules if name not in modules), None)
         if missing is not None:
-            raise UsageError(f"the plan has a unit for {missing!r}, which the model lacks; plan this model again")
+            return f"the plan has a unit for {missing!r}, which the model lacks; plan this model again"
         own = {p for name in unit.modules for p in modules[name].parameters()} - taken
         taken |= own
         parameters = sum(parameter.numel() for parameter in own)
         if parameters != unit.parameters:
-            raise UsageError(
+            return (
                 f"{unit.name or 'the model itself'} has {parameters:,} parameters but was planned with"
                 f" {unit.parameters:,}; plan this model again"
             )
+    return None

@@ -11,6 +11,11 @@ overrides `forward` and calls `super().forward` in between still does its work.
 To the outside a split operator has its old names and shapes. Plain slices are concatenated in `state_dict`. Slices that
 FSDP2 has sharded are not gathered: `JoinedTensor` names them as one tensor and tells torch.distributed.checkpoint which
 boxes of it lie on this rank. The boxes are the shards themselves, so what is loaded is in the model at once.
+
+[Note: Anchor]
+FSDP2 frees and reduces a unit when backward has passed its inputs, and where none of them requires a gradient, as with
+the tokens of an embedding, at the end of backward: then all slices would be whole at once. Such slices get an anchor, a
+number that requires a gradient; backward reaches it when it has passed the slice, with nothing to add.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from osdp.errors import UsageError
 from osdp.model.structure import split_dim
 from osdp.runtime.local import local_tensor
 
+_ANCHOR = "_anchor"
 _aten = torch.ops.aten
 _PIECEWISE = (
     _aten.detach.default,
@@ -216,6 +222,9 @@ class SplitOperator(nn.Module):
     slices: nn.ModuleList
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        weight: Tensor = self._of_slices("weight")[0]
+        if torch.is_grad_enabled() and weight.requires_grad and not _any_requires_grad((*args, *kwargs.values())):
+            kwargs[_ANCHOR] = torch.zeros((), device=weight.device, requires_grad=True)
         return torch.cat([piece(*args, **kwargs) for piece in self.slices], -1)
 
     @property
@@ -339,7 +348,36 @@ def _slice_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
     for key in module._parameters:
         piece.register_parameter(key, parameters.get(key))
     setattr(piece, size, parameters["weight"].shape[split_dim(module)])
+    piece.register_forward_pre_hook(_take_anchor, with_kwargs=True)
+    piece.register_forward_hook(_reach_anchor)
     return piece
+
+
+class _Reach(torch.autograd.Function):
+    """A slice's output, from which backward goes on to the anchor too; see [Note: Anchor]."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient.new_zeros(())
+
+
+def _take_anchor(piece: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Runs after FSDP2's hook, which has seen the anchor, and before a forward that does not know of it."""
+    piece.__dict__[_ANCHOR] = kwargs.pop(_ANCHOR, None)
+    return args, kwargs
+
+
+def _reach_anchor(piece: nn.Module, args: Any, output: Tensor) -> Tensor:
+    anchor = piece.__dict__.pop(_ANCHOR)
+    return output if anchor is None else _Reach.apply(output, anchor)
+
+
+def _any_requires_grad(values: Sequence[object]) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _cut(parameter: nn.Parameter, slices: int, dim: int) -> list[nn.Parameter]:
