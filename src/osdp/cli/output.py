@@ -17,11 +17,16 @@ def print_json(document: Any) -> None:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """Replaces the file in one step: a reader sees the old one or the new one."""
+    write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Replaces the file in one step; whatever ends this leaves the old one or the new one, and nothing beside it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another path") from None
+    finally:
+        partial.unlink(missing_ok=True)

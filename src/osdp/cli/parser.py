@@ -63,3 +63,11 @@ def output_path(text: str) -> Path:
     if not path.parent.is_dir():
         raise UsageError(f"the folder of {text!r} does not exist; create it or choose another path")
     return path
+
+
+@checked
+def toml_path(text: str) -> Path:
+    path = output_path(text)
+    if path.suffix != ".toml":
+        raise UsageError(f"{text!r} does not end in .toml, by which `osdp plan` knows a cluster file; add it")
+    return path

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from osdp.cli.parser import Commands, add_model, checked, positive
 from osdp.cli.plan import add_restrictions, pins_of
+from osdp.cli.planning import add_planning, check_batch
 from osdp.cli.progress import shown_progress
-from osdp.cluster import Cluster, parse_bytes
-from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import UsageError
 from osdp.planfile import Plan
 
@@ -63,7 +62,8 @@ def add_to(commands: Commands) -> None:
     _add_data(parser)
     _add_training(parser)
     _add_checkpoints(parser)
-    _add_planning(parser)
+    planning = add_planning(parser, global_batch=f"{GLOBAL_BATCH}, or the next multiple of the ranks")
+    planning.add_argument("--plan", metavar="FILE", type=Path, help="a plan of `osdp plan -o`; nothing is planned then")
     add_restrictions(parser)
     _add_output(parser)
     parser.set_defaults(run=run)
@@ -125,31 +125,6 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="go on from the newest in DIR, if there is one")
 
 
-def _add_planning(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("planning, as in `osdp plan`")
-    group.add_argument("--plan", metavar="FILE", type=Path, help="a plan of `osdp plan -o`; nothing is planned then")
-    group.add_argument(
-        "--cluster", metavar="CLUSTER", type=checked(Cluster.parse), help="plan for it (default: the ranks that run)"
-    )
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=checked(parse_bytes),
-        help="of each rank (default: the device's; half the machine's, shared, on CPUs)",
-    )
-    group.add_argument("--seq-len", metavar="S", type=positive, help="tokens in a sample (default: the model's own)")
-    group.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16, on CPUs fp32")
-    group.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="default: fp32, with pure-bf16 bf16")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: adamw")
-    group.add_argument("--batch", metavar="B", type=positive, help="samples of one rank at a time")
-    group.add_argument(
-        "--global-batch",
-        metavar="G",
-        type=positive,
-        help=f"samples of a step (default: {GLOBAL_BATCH}, or the next multiple of the ranks)",
-    )
-
-
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document a line: start, every step, end")
@@ -205,10 +180,7 @@ def _check(arguments: argparse.Namespace) -> None:
     given = [option for name, option in PLANNING.items() if getattr(arguments, name)]
     if arguments.plan and given:
         raise UsageError(f"--plan {arguments.plan} has settled {', '.join(given)}; leave one of the two out")
-    if arguments.batch and arguments.global_batch:
-        raise UsageError(
-            f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; give one"
-        )
+    check_batch(arguments)
     for option in ("resume", "save_every", "async_save"):
         if getattr(arguments, option) and arguments.checkpoint is None:
             raise UsageError(f"--{option.replace('_', '-')} needs a folder; give it with --checkpoint DIR")

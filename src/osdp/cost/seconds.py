@@ -132,10 +132,13 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
     return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, seconds)
 
 
-def _collective(kind: str, group: str, nbytes: int, copied: int, cluster: Cluster) -> Collective:
+def _collective(
+    kind: str, group: str, nbytes: int, copied: int, cluster: Cluster, *, follows: bool = False
+) -> Collective:
+    """`follows` says that it is the next step of an exchange for which the host has taken its time."""
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
-    beside = cluster.device.memory_seconds(copied) + launch + cluster.exchange_seconds
+    beside = cluster.device.memory_seconds(copied) + (0.0 if follows else launch + cluster.exchange_seconds)
     return Collective(kind, group, nbytes, seconds + launch, copied, beside)
 
 
@@ -144,7 +147,7 @@ def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster) -> list[C
     if not cluster.exchanges_on_two_levels:
         return [_collective(kind, "world", nbytes, copied, cluster)]
     across = _collective(kind, "across", nbytes // cluster.devices_per_node, copied, cluster)
-    inside = [_collective(kind, "node", nbytes // cluster.nodes, 0, cluster)] * cluster.nodes
+    inside = [_collective(kind, "node", nbytes // cluster.nodes, 0, cluster, follows=True)] * cluster.nodes
     return [across, *inside] if kind == ALL_GATHER else [*inside, across]
 
 
@@ -171,6 +174,6 @@ def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> li
     if mode in IN_NODE:
         return [
             _collective(REDUCE_SCATTER, "node", nbytes, copied, cluster),
-            _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, cluster),
+            _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, cluster, follows=True),
         ]
     return _over_world(REDUCE_SCATTER, nbytes, copied, cluster)

@@ -4,7 +4,7 @@
 A deep model repeats one block. The captures run a copy in which every run of more than four equal blocks is cut to
 four, and the inner two, whose traces must be equal, stand for those left out. One capture at full depth, at a third
 batch size, checks both that and [Note: Growth], kernel by kernel; where it disagrees, or the shortened model does not
-run, every capture is taken at full depth.
+run, every capture is taken at full depth. The check runs beside the others, on a second core: it takes as long as they.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from osdp._torch import FakeTensorMode, tree_leaves, tree_map_only
 from osdp.errors import OsdpError
 from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth, renamed
+from osdp.model.beside import Beside, no_garbage_collection
 from osdp.model.fake import DTYPES, fake_copy
 from osdp.model.graph import Affine, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.measure import OperatorCosts, measure_operators
@@ -29,6 +30,7 @@ from osdp.model.structure import find_parts, operators_below, own_blocks, owns_p
 from osdp.model.trace import RawTrace, run_trace
 
 _KEPT = 4  # blocks that stand for a longer run of equal ones; see [Note: Depth]
+_LIKELY = 4  # the batch size of the check, where batch 1 takes kernels of its own, as in most: begun before it is known
 
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -49,18 +51,33 @@ def capture(
     The model may live on any device, the meta device included; it is neither changed nor run.
     """
     inputs = example_inputs if callable(example_inputs) else scaled_inputs(example_inputs)
-    blocks = own_blocks(model)
-    short = _shortened(model, blocks)
+    with no_garbage_collection():
+        taken = _taken(model, inputs, loss, compute_dtype)
+        return taken.graph(model, name or type(model).__name__, seq_len)
+
+
+def _taken(model: nn.Module, inputs: Inputs, loss: Callable[[Any], Tensor] | None, dtype_name: str) -> _Taken:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    taken = None
+    short = _shortened(model, own_blocks(model))
     if short is not None:
         try:
-            taken = _Taken.of(model, inputs, loss, compute_dtype, mode, short)
-            taken = taken if taken.agrees_with_depth(model) else None
+            with Beside[RawTrace]() as whole:
+                started = 0
+
+                def check(batch: int) -> None:
+                    nonlocal started
+                    if batch != started:
+                        started = batch
+                        whole.start(lambda: _at_full_depth(model, inputs, loss, dtype_name, mode, batch))
+
+                check(_LIKELY)
+                taken = _Taken.of(model, inputs, loss, dtype_name, mode, short, check)
+                if taken.agrees_with(whole.result()):
+                    return taken
         except Exception:
-            taken = None
+            pass  # full depth, below, works or says why not
     try:
-        taken = taken or _Taken.of(model, inputs, loss, compute_dtype, mode, None)
+        return _Taken.of(model, inputs, loss, dtype_name, mode, None)
     except OsdpError:
         raise
     except Exception as error:
@@ -68,7 +85,6 @@ def capture(
             f"{type(model).__name__} cannot be traced on fake tensors: {type(error).__name__}: {_first_line(error)}; "
             "data-dependent shapes and .item() calls must go, or be guarded, for planning"
         ) from error
-    return taken.graph(model, name or type(model).__name__, seq_len)
 
 
 def _first_line(error: Exception) -> str:
@@ -150,7 +166,9 @@ class _Taken:
         dtype_name: str,
         mode: FakeTensorMode,
         short: _Short | None,
+        check: Callable[[int], None] = lambda batch: None,
     ) -> _Taken:
+        """Traces the model; `check` is told the batch size for the check as soon as it is known."""
         with mode:
             fake = fake_copy(model, DTYPES[dtype_name])
             if short is not None:
@@ -163,7 +181,7 @@ class _Taken:
         modules = dict(fake.named_modules())
         operators = {name for name, module in modules.items() if owns_parameters(module)}
         run = _Runner(fake, inputs, loss, mode, _watched(fake, blocks), DTYPES[dtype_name])
-        batches, raw = _growing(run.plain, third=short is None)
+        batches, raw = _growing(run.plain, third=short is None, check=check)
         plain = fit_growth(raw)
         cuts = cut_stages(plain, blocks, operators)
         recomputed, recomputed_cuts = None, None
@@ -191,14 +209,9 @@ class _Taken:
             batches,
         )
 
-    def agrees_with_depth(self, model: nn.Module) -> bool:
+    def agrees_with(self, whole: RawTrace) -> bool:
         """Whether the expanded short trace equals one capture at full depth, kernel by kernel."""
-        with self.mode:
-            fake = fake_copy(model, DTYPES[self.dtype_name])
-        blocks = own_blocks(fake)
-        run = _Runner(fake, self.inputs, self.loss, self.mode, _watched(fake, blocks), DTYPES[self.dtype_name])
-        batch = self.batches[1] + 1  # a size that the lines were not drawn through: it checks them too
-        whole = run.check(batch)
+        batch = self.batches[1] + 1
         traces = [trace for _, trace, _ in self._stages]
         passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
         kernels = [[getattr(s, what) for stretches in passes for s in stretches] for what in ("flops", "moved")]
@@ -257,6 +270,20 @@ class _Taken:
         )
 
 
+def _at_full_depth(
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Callable[[Any], Tensor] | None,
+    dtype_name: str,
+    mode: FakeTensorMode,
+    batch: int,
+) -> RawTrace:
+    with mode:
+        fake = fake_copy(model, DTYPES[dtype_name])
+    run = _Runner(fake, inputs, loss, mode, _watched(fake, own_blocks(fake)), DTYPES[dtype_name])
+    return run.check(batch)
+
+
 @dataclass(frozen=True)
 class _Runner:
     """Runs one traced step of a fake model at a batch size."""
@@ -304,10 +331,17 @@ def _default_loss(output: Any) -> Tensor:
     return scalar
 
 
-def _growing(run: Callable[[int], RawTrace], *, third: bool) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
-    """Captures at batches 1 and 2, or at 2 and 3 where batch 1 takes kernels of its own; `third`: and at one more."""
+def _growing(
+    run: Callable[[int], RawTrace], *, third: bool, check: Callable[[int], None]
+) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
+    """Captures at batches 1 and 2, or at 2 and 3 where batch 1 takes kernels of its own; `third`: and at one more.
+
+    `check` is given a size that the lines were not drawn through: it checks them too.
+    """
     raw = {batch: run(batch) for batch in (1, 2)}
-    if raw[1].marks != raw[2].marks or raw[1].mark_kernel != raw[2].mark_kernel:
+    differs = raw[1].marks != raw[2].marks or raw[1].mark_kernel != raw[2].mark_kernel
+    check(4 if differs else 3)
+    if differs:
         del raw[1]
         raw[3] = run(3)
     if third:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.errors import UsageError
+from osdp.model.beside import no_garbage_collection
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -91,6 +92,11 @@ def load_model(spec: str, *, seq_len: int | None = None) -> ModelSource:
     """
     if seq_len is not None and seq_len < 1:
         raise UsageError(f"sequence length {seq_len} is below 1; give a positive number of tokens")
+    with no_garbage_collection():  # torch and transformers are mostly imported here
+        return _load(spec, seq_len)
+
+
+def _load(spec: str, seq_len: int | None) -> ModelSource:
     if spec in presets():
         preset = presets()[spec]
         if preset.kind == "gpt":

@@ -248,7 +248,7 @@ class _Search:
         return dear & np.array(model.program.integer)
 
     def _judge(self, model: Model, groups: list[Group], answer: Answer) -> Verdict:
-        choice, verdict = arranged(self.problem, groups, model.read(answer))
+        choice, verdict = arranged(self.problem, groups, model.read(answer), enough=self.problem.limit)
         self.judged = choice
         self._offer(choice, verdict)
         return verdict
@@ -317,9 +317,9 @@ def _scale(problem: Problem) -> float:
 
 
 def arranged(
-    problem: Problem, groups: Sequence[Group], choices: Sequence[Sequence[StageChoice]]
+    problem: Problem, groups: Sequence[Group], choices: Sequence[Sequence[StageChoice]], *, enough: int = 0
 ) -> tuple[tuple[StageChoice, ...], Verdict]:
-    """Gives every group's choices an order: the one of a few with the lowest peak."""
+    """Gives every group's choices an order: of a few that with the lowest peak, or the first within `enough` bytes."""
     best: tuple[tuple[StageChoice, ...], Verdict] | None = None
     for key in (_need, lambda table, c: -_need(table, c)):
         ordered: list[StageChoice] = []
@@ -330,7 +330,7 @@ def arranged(
         verdict = evaluate(problem, tuple(ordered))
         if best is None or verdict.peak < best[1].peak:
             best = tuple(ordered), verdict
-        if all(group.size == 1 for group in groups):
+        if best[1].peak <= enough or all(group.size == 1 for group in groups):
             break
     assert best is not None
     return best
@@ -347,6 +347,8 @@ def tidied(
             table = problem.stages[first]
             needs = {c: sign * _need(table, c) for c in set(choice[first:stop])}
             ordered += sorted(choice[first:stop], key=lambda c, needs=needs: (needs[c], c.shape, c.options))
+        if tuple(ordered) == choice:
+            return choice, verdict
         again = evaluate(problem, tuple(ordered))
         if again.peak <= problem.limit and again.seconds <= verdict.seconds * (1 + _TOLERANCE):
             return tuple(ordered), again

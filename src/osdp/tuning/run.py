@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,17 @@ class Tuned:
     factors: Factors
     stopped: str
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "stopped": self.stopped,
+            "factors": asdict(self.factors),
+            "tried": [each.to_dict() for each in self.tried],
+            "best": self.tried.index(self.best),
+            "plan": self.best.plan.to_dict(),
+            "cluster": self.cluster.to_dict(),
+        }
+
 
 class Tuner:
     """Runs on every rank alike: all see the same measurements, and rank 0 plans for all."""
@@ -96,12 +107,9 @@ class Tuner:
 
     def tuned(self, say: Say) -> Tuned:
         stopped = self._rounds(say)
-        for origin, rules, batch in self._families() if self.wanted.candidates else ():
-            if self._ran_as_candidates >= self.wanted.candidates:
-                break
-            plan = self._plan(rules, batch)
-            if plan is not None and not self._ran(plan):
-                self._try(origin, plan, say)
+        for origin, plan in self._others() if self.wanted.candidates else ():
+            self._try(origin, plan, say)
+        self.factors = self._learnt()
         fitting = [each for each in self.tried if each.fits]
         if not fitting:
             raise OsdpError("every plan that ran took more memory than the limit; give a smaller --memory")
@@ -119,12 +127,21 @@ class Tuner:
             found = self._try(f"round {number}", plan, say)
             if abs(found.error) <= ENOUGH:
                 return f"prediction and step agree within {ENOUGH:.0%}"
-            self.factors = calibrate(self.cluster, [self._measured(each) for each in self.tried])
+            self.factors = self._learnt()
         return f"after {MOST_ROUNDS} rounds"
 
-    @property
-    def _ran_as_candidates(self) -> int:
-        return sum(not each.origin.startswith("round") for each in self.tried)
+    def _learnt(self) -> Factors:
+        return calibrate(self.cluster, [self._measured(each) for each in self.tried])
+
+    def _others(self) -> list[tuple[str, Plan]]:
+        """As many plans that did not run yet as are wanted, the best predicted ones."""
+        found: list[tuple[str, Plan]] = []
+        for origin, rules, batch in self._families():
+            plan = self._plan(rules, batch)
+            if plan is not None and not self._ran(plan) and not any(_alike(plan, other) for _, other in found):
+                found.append((origin, plan))
+        found.sort(key=lambda other: -other[1].predicted.samples_per_second)
+        return found[: self.wanted.candidates]
 
     def _families(self) -> Iterator[tuple[str, Rules, int | None]]:
         """Where a mistake of the model would show: other batch sizes, and plans without what the best one uses."""

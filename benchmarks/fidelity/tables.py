@@ -1,0 +1,103 @@
+"""The tables: every case with its errors, what the targets say of them, and whether the ranking holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import Row, deliver, met
+
+MIB = 1 << 20
+
+
+def errors(cases: Sequence[dict[str, Any]], predicted: str, measured: str) -> list[float]:
+    """Of every case, how far the prediction is above what was measured, as a part of that."""
+    return [(_value(case, predicted) - case[measured]) / case[measured] for case in cases if measured in case]
+
+
+def _value(case: dict[str, Any], name: str) -> float:
+    return case[name] if name in case else case["plan"]["predicted"][name.removeprefix("predicted ")]
+
+
+def show(result: dict[str, Any]) -> int:
+    cases = result["cases"]
+    title = f"{len(cases)} cases, {result['across']} between hosts, {result['date']}, torch {result['torch']}"
+    deliver({title: rows(cases), "Targets": targets(cases), "The ranking": ranking(cases)}, as_json=False)
+    return 0
+
+
+def rows(cases: Sequence[dict[str, Any]]) -> list[Row]:
+    found = []
+    for case in cases:
+        plan = case["plan"]["predicted"]
+        found.append(
+            {
+                "world": case["world"],
+                "model": case["model"],
+                "plan": case["way"],
+                "batch": case["batch"],
+                "peak MiB": round(case["peak_bytes"] / MIB, 2),
+                "predicted": round(plan["peak_bytes"] / MIB, 2),
+                "error %": _percent(plan["peak_bytes"], case["peak_bytes"]),
+                "dry run %": _percent(case["dry_peak_bytes"], case["peak_bytes"]),
+                "step ms": round(case["step_seconds"] * 1e3, 1),
+                "expected": round(plan["step_seconds"] * 1e3, 1),
+                "off %": _percent(plan["step_seconds"], case["step_seconds"]),
+                "tries ±%": round(50 * (max(case["tries"]) - min(case["tries"])) / case["step_seconds"], 1),
+            }
+        )
+    return found
+
+
+def _percent(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted - measured) / measured:+.2f}"
+
+
+def targets(cases: Sequence[dict[str, Any]]) -> list[Row]:
+    timeline = errors(cases, "predicted peak_bytes", "peak_bytes")
+    dry = errors(cases, "dry_peak_bytes", "peak_bytes")
+    time = errors(cases, "predicted step_seconds", "step_seconds")
+    bars = [
+        ("dry run's peak, worst error", max(map(abs, dry)), 0.001),
+        ("timeline's peak, median error", statistics.median(map(abs, timeline)), 0.01),
+        ("timeline's peak, worst error", max(map(abs, timeline)), 0.03),
+        ("timeline's peak, most below the truth", max(0.0, -min(timeline)), 0.01),
+        ("step, median error", statistics.median(map(abs, time)), 0.07),
+        ("step, worst error", max(map(abs, time)), 0.20),
+    ]
+    return [
+        {"what": what, "measured": f"{100 * value:.2f} %", "target": f"{100 * target:g} %", "": met(value, target)}
+        for what, value, target in bars
+    ]
+
+
+def ranking(cases: Sequence[dict[str, Any]]) -> list[Row]:
+    """Of all plans of one model in one world that fit a plan's limit: how much slower the planner's is."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for case in cases:
+        groups[case["world"], case["model"]].append(case)
+    found = []
+    for (world, model), members in groups.items():
+        if len(members) < 6:
+            continue
+        for limit in sorted({case["plan"]["predicted"]["limit_bytes"] for case in members}):
+            fit = [case for case in members if case["plan"]["predicted"]["peak_bytes"] <= limit]
+            rate = {id(case): case["batch"] / case["step_seconds"] for case in fit}
+            chosen = max(fit, key=lambda case: case["plan"]["predicted"]["samples_per_second"])
+            fastest = max(fit, key=lambda case: rate[id(case)])
+            slower = rate[id(fastest)] / rate[id(chosen)] - 1
+            found.append(
+                {
+                    "world": world,
+                    "model": model,
+                    "limit MiB": round(limit / MIB, 1),
+                    "plans": len(fit),
+                    "preferred": f"{chosen['way']}, batch {chosen['batch']}",
+                    "fastest": f"{fastest['way']}, batch {fastest['batch']}",
+                    "slower by": f"{100 * slower:.1f} %",
+                    "": met(slower, 0.03),
+                }
+            )
+    return found

@@ -1,0 +1,1 @@
+"""Times a cluster from within: what `osdp profile` measures, and how."""

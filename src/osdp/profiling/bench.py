@@ -1,0 +1,122 @@
+"""The stop-watch of all ranks: everybody begins at a barrier, and the slowest rank counts.
+
+[Note: Timing]
+An action is run a few times after a warm-up, each time behind a barrier, all ranks at once: ranks that share a machine
+get in each other's way here as they do in training. Of every try the slowest rank's seconds count, and of the tries the
+median. Where the upper quartile exceeds the lower by more than SPREAD, as many tries are added, twice at most. Short
+actions are run several times a try. All ranks see the same numbers, so they decide alike, also on when a part's time is
+up: then one try must do.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from osdp.training.errand import Errand
+
+SPREAD = 1.5
+SHORTEST_TRY_SECONDS = 2e-3
+MOST_CALLS, MOST_TRIES, LEAST_TRIES, MOST_ADDED = 500, 25, 3, 2
+
+Action = Callable[[], object]
+
+
+class Bench:
+    """Times actions on all ranks, in parts that each have a share of `budget_seconds`; see [Note: Timing]."""
+
+    def __init__(self, errand: Errand, *, budget_seconds: float, shares: Mapping[str, float] | None = None) -> None:
+        self.world, self.device, self._errand = errand.world, errand.world.device, errand
+        self.budget_seconds = budget_seconds
+        self._shares = dict(shares or {})  # of the parts that are still to come
+        self.spread_out = self.timed = 0
+        self._began = time.monotonic()
+        self._passed = self._end = 0.0  # of the slowest rank's clock: equal on all
+
+    @property
+    def passed_seconds(self) -> float:
+        """Seconds since the beginning, as all ranks know it."""
+        return self._passed
+
+    @property
+    def late(self) -> bool:
+        """Whether this part's time is up; equal on all ranks."""
+        return self._passed > self._end
+
+    def begin(self, part: str, what: str) -> float:
+        """Begins a part; gives its seconds: its share of the time that is left, or a little where none is."""
+        self._errand.say(what)
+        self.slowest(0.0)
+        left = max(0.1 * self.budget_seconds, self.budget_seconds - self._passed)
+        seconds = left * self._shares[part] / sum(self._shares.values())
+        del self._shares[part]
+        self._end = self._passed + seconds
+        return seconds
+
+    def watch(self, what: str) -> None:
+        self._errand.watch(what)
+
+    def slowest(self, *seconds: float) -> list[float]:
+        """The highest of all ranks, number by number."""
+        rows = self.world.all_numbers(*seconds, time.monotonic() - self._began)
+        *highest, self._passed = (max(column) for column in zip(*rows, strict=True))
+        return highest
+
+    def seconds(self, action: Action, *, within: float) -> float:
+        """Seconds of the action, from tries that take about `within` seconds together."""
+        self.watch(self._errand.now)
+        action()
+        (once,) = self.slowest(self.elapsed(action))
+        calls = max(1, min(MOST_CALLS, int(SHORTEST_TRY_SECONDS / max(once, 1e-7))))
+        tries = 1 if self.late else max(LEAST_TRIES, min(MOST_TRIES, int(within / (once * calls))))
+        found = self._tries(action, calls, tries)
+        added = 0
+        while _spread(found) > SPREAD and added < MOST_ADDED and not self.late:
+            found += self._tries(action, calls, tries)
+            added += 1
+        self.timed += 1
+        self.spread_out += _spread(found) > SPREAD
+        return statistics.median(found)
+
+    def seconds_in_turn(self, *actions: Action, within: float) -> list[float]:
+        """Seconds of each action, tried in turn: for comparisons that must not see the machines change."""
+        self.watch(self._errand.now)
+        (once,) = self.slowest(sum(self.elapsed(action) for action in actions))
+        tries = max(LEAST_TRIES, min(MOST_TRIES, int(within / max(once, 1e-7))))
+        tries = LEAST_TRIES if self.late else tries
+        rows = [[self._tries(action, 1, 1)[0] for action in actions] for _ in range(tries)]
+        return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+    def elapsed(self, action: Action, calls: int = 1) -> float:
+        """Seconds of this rank's calls, once they are done on the device."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            for _ in range(calls):
+                action()
+            return time.perf_counter() - began
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(calls):
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def _tries(self, action: Action, calls: int, tries: int) -> list[float]:
+        own = []
+        for _ in range(tries):
+            dist.barrier()
+            own.append(self.elapsed(action, calls) / calls)
+        return self.slowest(*own)
+
+
+def _spread(seconds: list[float]) -> float:
+    if len(seconds) < 2:
+        return 1.0
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return high / max(low, 1e-12)

@@ -1,0 +1,213 @@
+"""The whole job on one rank: from the machine to a profile, which is a cluster with measured figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from osdp.cluster import Cluster, Device
+from osdp.cost.training import PRECISIONS
+from osdp.profiling.bench import SPREAD, Bench
+from osdp.profiling.collectives import Carrier, TimedCollective, time_collectives
+from osdp.profiling.compute import Rate, kernel_seconds, memory_rate, product_rates
+from osdp.profiling.exchange import Exchange, time_exchange
+from osdp.profiling.machine import Machine, look_around
+from osdp.profiling.optimizer import FittedOptimizer, time_optimizers
+from osdp.profiling.overlap import Overlap, time_overlap
+from osdp.profiling.stages import TimedStages, time_stages
+from osdp.training.errand import Errand
+from osdp.training.world import World, started
+
+if TYPE_CHECKING:
+    from osdp.model.source import ModelSource
+
+_SHARES = {"device": 0.2, "collectives": 0.3, "overlap": 0.1, "exchange": 0.05, "optimizer": 0.15, "stages": 0.2}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to profile beside the cluster, and within which time; sizes that are None are torchrun's."""
+
+    source: ModelSource | None
+    batches: tuple[int, ...]
+    precision: str | None
+    seconds: float
+    timeout_seconds: float
+    nodes: int | None
+    devices_per_node: int | None
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured: `cluster` has the figures, all else says how good they are."""
+
+    cluster: Cluster
+    catalogue: Device | None
+    rates: tuple[Rate, ...]
+    collectives: tuple[TimedCollective, ...]
+    overlap: Overlap | None
+    exchange: Exchange | None
+    optimizers: tuple[FittedOptimizer, ...]
+    stages: TimedStages | None
+    model: str | None
+    precision: str
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "version": 1,
+            "seconds": self.seconds,
+            "model": self.model,
+            "precision": self.precision,
+            "cluster": self.cluster.to_dict(),
+            "catalogue": None if self.catalogue is None else self.catalogue.to_dict(),
+            "rates": [
+                {"what": r.what, "dtype": r.dtype, "per_second": r.per_second, **r.fit.to_dict()} for r in self.rates
+            ],
+            "collectives": [{**c.measured.to_dict(), **c.fit.to_dict()} for c in self.collectives],
+            "overlap": None if self.overlap is None else dataclasses.asdict(self.overlap),
+            "exchange": None if self.exchange is None else dataclasses.asdict(self.exchange),
+            "optimizers": [{**o.timed.to_dict(), **o.fit.to_dict()} for o in self.optimizers],
+            "stages": None
+            if self.stages is None
+            else {"batches": list(self.stages.batches), "stopped": self.stages.stopped},
+            "notes": list(self.notes),
+        }
+
+
+def profile(wanted: Wanted) -> tuple[Profile, bool]:
+    """Profiles on all ranks; gives the profile, which is equal on all, and whether this rank leads."""
+    with started(timeout_seconds=wanted.timeout_seconds) as world:
+        return profile_in(world, wanted), world.leads
+
+
+def profile_in(world: World, wanted: Wanted) -> Profile:
+    """The same in a world that runs already."""
+    with Errand(world, timeout_seconds=wanted.timeout_seconds, quiet=wanted.quiet).under_way() as errand:
+        return _Run(wanted, errand).profiled()
+
+
+class _Run:
+    def __init__(self, wanted: Wanted, errand: Errand) -> None:
+        self.wanted, self.world = wanted, errand.world
+        shares = {part: share for part, share in _SHARES.items() if self._needs(part)}
+        self.bench = Bench(errand, budget_seconds=wanted.seconds, shares=shares)
+
+    def profiled(self) -> Profile:
+        wanted, bench, world = self.wanted, self.bench, self.world
+        # Blocks of the user's may return views; nobody changes them in place here.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        machine = look_around(world, nodes=wanted.nodes, devices_per_node=wanted.devices_per_node)
+        precision = wanted.precision or ("fp32" if world.device.type == "cpu" else "bf16")
+        with torch.no_grad():
+            rates, device = self._device(machine)
+        cluster = replace(machine.cluster, device=device)
+        carrier = Carrier(cluster, world.device)
+        collectives: list[TimedCollective] = []
+        overlap, exchange = None, None
+        if world.size > 1:
+            share = bench.begin("collectives", f"collectives between {world.size} ranks")
+            collectives = time_collectives(bench, carrier, cluster, within=share)
+            share = bench.begin("overlap", "compute and communication at once")
+            overlap = time_overlap(bench, carrier, collectives, within=share)
+            measured = tuple(each.measured for each in collectives)
+            cluster = replace(cluster, measured=measured, overlap=overlap.value)
+            share = bench.begin("exchange", "the engine, on a stack of tiny blocks")
+            exchange = time_exchange(bench, cluster, within=share)
+            cluster = replace(cluster, exchange_seconds=exchange.seconds)
+        share = bench.begin("optimizer", "optimizers")
+        master = torch.bfloat16 if PRECISIONS[precision].master_bytes == 2 else torch.float32
+        optimizers = time_optimizers(bench, carrier.meshes.world, master=master, within=share)
+        stages = self._stages(cluster, precision)
+        cluster = replace(
+            cluster,
+            name=f"{cluster.word}, profiled",
+            optimizers=tuple(each.timed for each in optimizers),
+            stages=() if stages is None else stages.stages,
+        )
+        bench.slowest(0.0)
+        return Profile(
+            cluster=cluster,
+            catalogue=machine.catalogue,
+            rates=tuple(rates),
+            collectives=tuple(collectives),
+            overlap=overlap,
+            exchange=exchange,
+            optimizers=tuple(optimizers),
+            stages=stages,
+            model=None if wanted.source is None else wanted.source.name,
+            precision=precision,
+            notes=tuple(self._notes(stages)),
+            seconds=bench.passed_seconds,
+        )
+
+    def _device(self, machine: Machine) -> tuple[list[Rate], Device]:
+        bench, world = self.bench, self.world
+        share = bench.begin("device", f"computing on {world.size} ranks at once")
+        with torch.enable_grad():
+            kernel = kernel_seconds(bench, within=share / 20)
+        rates = [*product_rates(bench, kernel, within=share * 0.7), memory_rate(bench, kernel, within=share / 4)]
+        return rates, measured_device(machine.cluster.device, rates, kernel, ranks=world.size)
+
+    def _stages(self, cluster: Cluster, precision: str) -> TimedStages | None:
+        source, bench = self.wanted.source, self.bench
+        if source is None:
+            return None
+        from osdp.model.capture import capture
+
+        share = bench.begin("stages", f"the stages of {source.name}")
+        graph = capture(
+            source.build_on_meta(),
+            source.inputs,
+            loss=source.loss,
+            name=source.name,
+            compute_dtype=PRECISIONS[precision].compute_dtype,
+            seq_len=source.seq_len,
+        )
+        batches, memory = self.wanted.batches, cluster.limit_bytes
+        return time_stages(bench, source, graph, batches=batches, memory_bytes=memory, within=share)
+
+    def _notes(self, stages: TimedStages | None) -> list[str]:
+        notes = []
+        if self.bench.spread_out:
+            notes.append(
+                f"{self.bench.spread_out} of {self.bench.timed} timings kept a spread of more than {SPREAD}x between "
+                "their quartiles after repetition: something else ran on the machines"
+            )
+        if stages is not None and stages.stopped:
+            notes.append(f"{stages.stopped}: larger batches were not timed")
+        return notes
+
+    def _needs(self, part: str) -> bool:
+        if part == "stages":
+            return self.wanted.source is not None
+        return self.world.size > 1 or part in ("device", "optimizer")
+
+
+def measured_device(form: Device, rates: Sequence[Rate], kernel: float, *, ranks: int) -> Device:
+    """The device with measured figures, at efficiencies of 1; a dtype that was not timed has the rate of fp32."""
+    flops = {rate.dtype: rate.per_second for rate in rates if rate.what == "products"}
+    memory = next(rate.per_second for rate in rates if rate.what == "memory")
+    day = datetime.now(UTC).date().isoformat()
+    how = (
+        f"osdp profile, {day}, torch {torch.__version__}, {ranks} ranks at once, {torch.get_num_threads()} threads each"
+    )
+    return replace(
+        form,
+        peak_flops={dtype: flops.get(dtype, flops["fp32"]) for dtype in form.peak_flops},
+        memory_bytes_per_second=memory,
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        kernel_seconds=kernel,
+        note="measured where the profile was taken",
+        source={"flops": how, "bandwidth": how, "kernel": how},
+    )

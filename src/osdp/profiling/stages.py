@@ -1,0 +1,333 @@
+"""The model's own stages on the device: forward and backward, plain and recomputed, at a few batch sizes.
+
+[Note: Timed stages]
+Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
+place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
+Depth is cut as in [Note: Depth] of osdp.model.capture: of a run of equal blocks four are run. Stages of one signature
+are averaged. A whole step takes the slowest rank's seconds, and of all steps the median; it is divided over the stages
+in the proportion of their means over steps and ranks, so that the stages' seconds add up to what a step took. A larger
+batch never takes less: where noise says so, both get the mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from osdp._torch import tree_map_only
+from osdp.cluster import TimedStage
+from osdp.errors import OsdpError, UsageError
+from osdp.model.assemble import Cut, GrowingTrace, cut_stages
+from osdp.model.capture import _shortened
+from osdp.model.fake import DTYPES
+from osdp.model.graph import Mark, ModelGraph
+from osdp.model.source import ModelSource
+from osdp.model.structure import own_blocks, owns_parameters
+from osdp.model.trace import Hooks, Recorder
+from osdp.profiling.bench import LEAST_TRIES, MOST_TRIES, Bench
+from osdp.runtime.initialize import initialize
+from osdp.training.baddays import _no_memory
+
+_VALUES = 0.02  # the spread of weights where a model cannot initialise its own
+
+
+class Clock(Recorder):
+    """Takes the time at every mark, where the recorder counts kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(set())
+        self._cuda = device.type == "cuda"
+        self._times: list[Any] = []
+
+    def mark(self, kind: str, name: str, again: bool = False) -> None:
+        self.trace.marks.append(Mark(kind, name, again))
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._times.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of every mark, since the first."""
+        first = self._times[0]
+        if self._cuda:
+            torch.cuda.synchronize()
+            return [first.elapsed_time(event) / 1e3 for event in self._times]
+        return [moment - first for moment in self._times]
+
+
+@dataclass(frozen=True)
+class TimedStages:
+    stages: tuple[TimedStage, ...]
+    batches: tuple[int, ...]
+    stopped: str  # why no larger batch was timed; empty where all were
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that runs, perhaps with less depth; `stand_in` gives the block that is run for a block of the graph."""
+
+    model: nn.Module
+    stand_in: Mapping[str, str]
+
+
+def time_stages(
+    bench: Bench, source: ModelSource, graph: ModelGraph, *, batches: Sequence[int], memory_bytes: int, within: float
+) -> TimedStages:
+    """Every distinct stage of the graph, plain and recomputed; see [Note: Timed stages]."""
+    subject = make_subject(source, graph, bench.device)
+    order = list(dict.fromkeys(again for again in (False, *(s.recomputed is not None for s in graph.stages))))
+    found: dict[int, dict[bool, NDArray[Any]]] = {}
+    stopped = ""
+    for batch in batches:
+        need = _needed_bytes(graph, subject, batch)
+        if need > memory_bytes:
+            stopped = f"batch {batch} needs about {need / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
+            break
+        bench.watch(f"the model's stages at batch {batch}")
+        each = within / len(batches) / len(order)
+        try:
+            at_batch = {again: _at_batch(bench, subject, source, graph, batch, again, each) for again in order}
+        except _OutOfMemory:
+            stopped = f"batch {batch} ran out of memory"
+            break
+        found[batch] = at_batch
+    if not found:
+        raise OsdpError(f"no stage could be timed: {stopped}; give a smaller --batches or --seq-len")
+    return TimedStages(tuple(_collected(graph, found)), tuple(found), stopped)
+
+
+def make_subject(source: ModelSource, graph: ModelGraph, device: torch.device) -> Subject:
+    """The model in the compute dtype with weights and memory, cut to few blocks where capture found blocks."""
+    model = source.build_on_meta()
+    blocks = [stage.name for stage in graph.stages if stage.is_block]
+    short = _shortened(model, own_blocks(model)) if blocks else None
+    stand_in = {block: block for block in blocks}
+    if short is not None:
+        stand_in = dict(short.stands_for)
+        for container, keys in short.keep.items():
+            module = model.get_submodule(container)
+            kept = [module._modules[key] for key in keys]
+            module._modules.clear()
+            module._modules.update({str(index): child for index, child in enumerate(kept)})
+    _give_values(model, device)
+    dtype = DTYPES[graph.compute_dtype]
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return Subject(model, stand_in)
+
+
+@torch.no_grad()
+def _give_values(model: nn.Module, device: torch.device) -> None:
+    """The model's own first weights; where it has no way to make them, small random ones: only the time matters."""
+    try:
+        initialize(model, device=device)
+    except UsageError:
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.normal_(0.0, _VALUES) if tensor.is_floating_point() else tensor.zero_()
+
+
+def random_inputs(source: ModelSource, model: nn.Module, batch: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """Inputs of the model's shapes: tokens that it knows, normal numbers, class 0."""
+    known = _known_tokens(model)
+
+    def value(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, dtype=dtype, device=device)
+        if tensor.dtype is torch.bool:
+            return torch.ones(tensor.shape, dtype=torch.bool, device=device)
+        most = known if tensor.dim() > 1 else 1
+        return torch.randint(most, tensor.shape, dtype=tensor.dtype, device=device)
+
+    return tree_map_only(Tensor, value, source.inputs(batch))
+
+
+def _known_tokens(model: nn.Module) -> int:
+    """A number of tokens that every table has."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    stated = getattr(config, "vocab_size", None)
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return stated if isinstance(stated, int) else min(tables, default=2)
+
+
+class _OutOfMemory(Exception):
+    """Some rank has no memory for a batch; raised on all."""
+
+
+def _at_batch(
+    bench: Bench, subject: Subject, source: ModelSource, graph: ModelGraph, batch: int, again: bool, within: float
+) -> NDArray[Any]:
+    """Seconds of every stage of the graph: a row of forward and backward for each."""
+    torch.manual_seed(bench.world.rank)
+    args, kwargs = random_inputs(source, subject.model, batch, bench.device, DTYPES[graph.compute_dtype])
+    blocks = list(dict.fromkeys(subject.stand_in.values()))
+    run = functools.partial(_step, subject.model, args, kwargs, source.loss, blocks, again, bench.device)
+    _tried(bench, run)
+    once, rows = 0.0, []
+    tries = 1
+    while len(rows) < tries:
+        dist.barrier()
+        rows.append(_tried(bench, run))
+        if len(rows) == 1:
+            (once,) = bench.slowest(float(rows[0].sum()))
+            tries = 1 if bench.late else max(LEAST_TRIES, min(MOST_TRIES, int(within / max(once, 1e-6))))
+    everyone = np.array(bench.world.all_numbers(*np.stack(rows).flatten().tolist()))
+    everyone = everyone.reshape(bench.world.size, tries, -1, 2)
+    totals = everyone.sum(axis=(2, 3)).max(axis=0)
+    share = everyone.mean(axis=(0, 1)) / everyone.mean(axis=(0, 1)).sum()
+    return _of_graph(graph, subject, share * statistics.median(totals.tolist()), again)
+
+
+def _tried(bench: Bench, run: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    """A step on all ranks, or the word on all that memory is out on some."""
+    seconds: NDArray[Any] | None = None
+    try:
+        seconds = run()
+    except (MemoryError, RuntimeError) as error:
+        if not _no_memory(error):
+            raise
+    if bench.slowest(float(seconds is None))[0]:
+        raise _OutOfMemory
+    assert seconds is not None
+    return seconds
+
+
+def _step(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    loss: Callable[[Any], Tensor],
+    blocks: list[str],
+    again: bool,
+    device: torch.device,
+) -> NDArray[Any]:
+    """Seconds of every stage that is run, in forward and in backward."""
+    watched, operators = _watched(model, blocks)
+    clock = Clock(device)
+    hooks = Hooks(clock, watched)
+    checkpointed = [model.get_submodule(block) for block in blocks] if again else []
+    for module in checkpointed:
+        module.forward = functools.partial(  # type: ignore[method-assign]
+            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        clock.mark("begin", "")
+        scalar = loss(model(*args, **kwargs))
+        clock.trace.backward_mark = len(clock.trace.marks)
+        clock.mark("turn", "")
+        hooks.in_backward = True
+        scalar.backward()
+        clock.mark("end", "")
+        hooks.flush(model)
+    finally:
+        hooks.remove()
+        for module in checkpointed:
+            del module.forward
+        model.zero_grad(set_to_none=True)
+    at = clock.seconds()
+    at.append(at[-1])
+    cuts = _cuts(clock, blocks, operators)
+    return np.array([[at[stop] - at[start] for start, stop in (cut.forward, cut.backward)] for cut in cuts])
+
+
+def _watched(model: nn.Module, blocks: Sequence[str]) -> tuple[dict[str, nn.Module], set[str]]:
+    """Blocks and the operators outside of them: what stages are cut at. Inside a block every hook would cost time."""
+    inside = tuple(f"{block}." for block in blocks)
+    outside = {
+        name
+        for name, module in model.named_modules()
+        if owns_parameters(module) and name not in blocks and not name.startswith(inside)
+    }
+    modules = dict(model.named_modules())
+    return {name: modules[name] for name in modules if name in outside or name in blocks}, outside
+
+
+def _cuts(clock: Clock, blocks: list[str], operators: set[str]) -> list[Cut]:
+    marks, turn = tuple(clock.trace.marks), clock.trace.backward_mark
+    if blocks:
+        none = np.zeros((0, 2), dtype=np.int64)
+        found = cut_stages(GrowingTrace(marks, (), turn, none, none, none, none, none), blocks, operators)
+        if found is None:
+            raise OsdpError("the model's blocks run in another order than when it was captured; report its name")
+        return found
+    return [Cut(None, (0, turn), (turn, len(marks)))]
+
+
+def _of_graph(graph: ModelGraph, subject: Subject, run: NDArray[Any], again: bool) -> NDArray[Any]:
+    """A row for every stage of the graph, from those that were run; alike ones are averaged over all that were."""
+    places = _places(graph, subject)
+    if max(places) + 1 != len(run):
+        raise OsdpError(f"{len(run)} stages ran where capture found {max(places) + 1}; the model cannot be timed")
+    kinds: dict[str, set[int]] = {}
+    for stage, place in zip(graph.stages, places, strict=True):
+        kinds.setdefault(stage.trace(again).signature, set()).add(place)
+    return np.stack([run[sorted(kinds[stage.trace(again).signature])].mean(axis=0) for stage in graph.stages])
+
+
+def _places(graph: ModelGraph, subject: Subject) -> list[int]:
+    """For each stage of the graph the number of the stage that is run for it."""
+    places: list[int] = []
+    blocks: dict[str, int] = {}
+    following = 0
+    for stage in graph.stages:
+        name = subject.stand_in.get(stage.name) if stage.is_block else None
+        if name is not None and name in blocks:
+            places.append(blocks[name])
+            continue
+        if name is not None:
+            blocks[name] = following
+        places.append(following)
+        following += 1
+    return places
+
+
+def _needed_bytes(graph: ModelGraph, subject: Subject, batch: int) -> int:
+    """About what a step of the subject holds: its parameters, their gradients, and what is saved for backward."""
+    saved: dict[int, int] = {}
+    for stage, place in zip(graph.stages, _places(graph, subject), strict=True):
+        saved[place] = max(0, stage.plain.forward_delta.at(batch))
+    return sum(saved.values()) + 2 * sum(p.numel() * p.element_size() for p in subject.model.parameters())
+
+
+def rising(seconds: Sequence[float]) -> tuple[float, ...]:
+    """The closest times of which none is shorter than that of a smaller batch: where one was, both get their mean."""
+    runs: list[list[float]] = []
+    for each in seconds:
+        runs.append([each])
+        while len(runs) > 1 and statistics.fmean(runs[-2]) > statistics.fmean(runs[-1]):
+            last = runs.pop()
+            runs[-1] += last
+    return tuple(statistics.fmean(run) for run in runs for _ in run)
+
+
+def _collected(graph: ModelGraph, found: Mapping[int, Mapping[bool, NDArray[Any]]]) -> list[TimedStage]:
+    """One entry for each signature; where the recomputed run has the plain one's kernels, the plain one's."""
+    batches = tuple(found)
+    timed: dict[str, TimedStage] = {}
+    for again in (False, True):
+        for index, stage in enumerate(graph.stages):
+            trace = stage.recomputed if again else stage.plain
+            if trace is None or trace.signature in timed:
+                continue
+            rows = [found[batch][again][index] for batch in batches]
+            forward, backward = (rising([float(row[column]) for row in rows]) for column in (0, 1))
+            name = f"{stage.name}, recomputed" if again else stage.name
+            timed[trace.signature] = TimedStage(trace.signature, name, batches, forward, backward)
+    return list(timed.values())

@@ -1,0 +1,118 @@
+"""A plan tried for a few steps on the real ranks: what a step takes, and what it holds at most.
+
+[Note: Allocator]
+On CUDA the allocator counts for itself. On processors torch's profiler reports every allocation and every free; what
+was there before the step (parameters, optimizer states, buffers, inputs) is counted by storage and added.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from osdp._torch import tree_leaves
+from osdp.model.source import ModelSource
+from osdp.planfile import Plan
+from osdp.profiling.stages import random_inputs
+from osdp.runtime.accumulate import accumulate
+from osdp.runtime.apply import parallelize
+from osdp.runtime.initialize import initialize
+from osdp.runtime.local import local_tensor
+from osdp.training.optimizer import make_optimizer
+from osdp.training.world import World
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Seconds of a step, each try's and their median, on the slowest rank; `peak_bytes` is the highest rank's."""
+
+    step_seconds: float
+    tries: tuple[float, ...]
+    peak_bytes: int
+
+
+class Tried:
+    """A model under a plan on this rank, ready to take steps on random data."""
+
+    def __init__(self, source: ModelSource, plan: Plan, world: World) -> None:
+        self.plan, self.world, self._loss = plan, world, source.loss
+        dtype = torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            self.model = parallelize(source.build_on_meta().to(dtype), plan, device_type=world.device.type)
+        initialize(self.model, seed=0, device=world.device)
+        self.optimizer = make_optimizer(self.model, plan.optimizer, lr=1e-4, weight_decay=0.0)
+        torch.manual_seed(world.rank)
+        self.inputs: Any = random_inputs(source, self.model, plan.batch_size, world.device, dtype)
+
+    def step(self) -> None:
+        args, kwargs = self.inputs
+        for _ in accumulate(self.model, range(self.plan.accumulation)):
+            (self._loss(self.model(*args, **kwargs)) / self.plan.accumulation).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def held_bytes(self) -> int:
+        """What lasts from step to step; see [Note: Allocator]."""
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        inputs = [t for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
+        return _storage_bytes((*self.model.parameters(), *self.model.buffers(), *states, *inputs))
+
+    def seconds(self, steps: int) -> float:
+        """Of one step, from so many in a row."""
+        dist.barrier()
+        began = perf_counter()
+        for _ in range(steps):
+            self.step()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (perf_counter() - began) / steps
+
+    def peak_bytes(self) -> int:
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_allocated()
+        return self.held_bytes() + peak_above_start(self.step)
+
+
+def try_plan(source: ModelSource, plan: Plan, world: World, *, steps: int = 3, tries: int = 3) -> Trial:
+    """Trains a few steps on all ranks at once and lets go of the model; equal on all ranks."""
+    tried = Tried(source, plan, world)
+    for _ in range(WARM_UP_STEPS):
+        tried.step()
+    peak = tried.peak_bytes()
+    own = [tried.seconds(steps) for _ in range(tries)]
+    *slowest, highest = (max(column) for column in zip(*world.all_numbers(*own, peak), strict=True))
+    return Trial(statistics.median(slowest), tuple(slowest), int(highest))
+
+
+def peak_above_start(run: Callable[[], object]) -> int:
+    """The most bytes that are allocated on the CPU while `run` runs, beyond those that were when it began."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints a line whenever it starts and stops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    level = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        level += event.nbytes()  # type: ignore[missing-attribute]
+        peak = max(peak, level)
+    return peak
+
+
+def _storage_bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
+    """Of each storage once."""
+    storages = {local_tensor(t).untyped_storage()._cdata: local_tensor(t).untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

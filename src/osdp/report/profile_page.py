@@ -1,0 +1,204 @@
+"""A profile as rows: each figure beside the catalogue's, each fit with its error. Computed first, then printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+
+from osdp.cluster import Cluster
+from osdp.cluster.timed import TimedStage
+from osdp.report.numbers import format_rate, format_seconds
+from osdp.report.terminal import EMPTY, _heading, _indented, _line, _table
+
+if TYPE_CHECKING:
+    from osdp.profiling.fit import Fit
+    from osdp.profiling.run import Profile
+
+
+class FigureRow(NamedTuple):
+    """Rates are per second; `catalogue` is what a step was expected to reach, None where it says nothing."""
+
+    name: str
+    unit: str
+    measured: float
+    catalogue: float | None
+    median_error: float | None
+    worst_error: float | None
+
+
+class CollectiveRow(NamedTuple):
+    kind: str
+    group: str
+    latency_seconds: float
+    bytes_per_second: float
+    catalogue_seconds: float  # of 1 MiB
+    measured_seconds: float
+    median_error: float
+    worst_error: float
+    outliers: int
+
+
+class OptimizerRow(NamedTuple):
+    name: str
+    tensor_seconds: float
+    byte_seconds: float
+    median_error: float
+    worst_error: float
+
+
+@dataclass(frozen=True)
+class ProfilePage:
+    cluster: str
+    seconds: float
+    figures: tuple[FigureRow, ...]
+    collectives: tuple[CollectiveRow, ...]
+    overlap: float | None
+    overlap_range: tuple[float, float]
+    exchange_seconds: float
+    optimizers: tuple[OptimizerRow, ...]
+    model: str | None
+    stages: tuple[TimedStage, ...]
+    notes: tuple[str, ...]
+
+
+SIZE = 1 << 20
+
+
+def profile_page(profile: Profile) -> ProfilePage:
+    overlap = profile.overlap
+    return ProfilePage(
+        cluster=profile.cluster.word,
+        seconds=profile.seconds,
+        figures=tuple(_figures(profile)),
+        collectives=tuple(_collectives(profile)),
+        overlap=None if overlap is None else overlap.value,
+        overlap_range=(min(overlap.rounds), max(overlap.rounds)) if overlap else (0.0, 0.0),
+        exchange_seconds=profile.cluster.exchange_seconds,
+        optimizers=tuple(
+            OptimizerRow(each.timed.name, each.timed.tensor_seconds, each.timed.byte_seconds, *_errors(each.fit))
+            for each in profile.optimizers
+        ),
+        model=profile.model,
+        stages=profile.cluster.stages,
+        notes=profile.notes,
+    )
+
+
+def _errors(fit: Fit) -> tuple[float, float]:
+    return fit.median_error, fit.worst_error
+
+
+def _figures(profile: Profile) -> list[FigureRow]:
+    known, rows = profile.catalogue, []
+    for rate in profile.rates:
+        if rate.what == "memory":
+            reach = None if known is None else known.memory_bytes_per_second * known.memory_efficiency
+            rows.append(FigureRow("memory", "GB/s", rate.per_second, reach, *_errors(rate.fit)))
+            continue
+        reach = None if known is None else known.peak_flops[rate.dtype] * known.matmul_efficiency
+        rows.append(FigureRow(f"{rate.what}, {rate.dtype}", "GFLOP/s", rate.per_second, reach, *_errors(rate.fit)))
+    kernel = None if known is None else known.kernel_seconds
+    rows.append(FigureRow("a kernel", "s", profile.cluster.device.kernel_seconds, kernel, None, None))
+    return rows
+
+
+def _collectives(profile: Profile) -> list[CollectiveRow]:
+    cluster, form = profile.cluster, profile.catalogue or profile.cluster.device
+    expected = Cluster.of(form, nodes=cluster.nodes, devices_per_node=cluster.devices_per_node)
+    rows = []
+    for each in profile.collectives:
+        kind, group = each.measured.kind, each.measured.group
+        rows.append(
+            CollectiveRow(
+                kind,
+                group,
+                each.measured.latency_seconds,
+                each.measured.bytes_per_second,
+                expected.collective_seconds(kind, group, SIZE),
+                cluster.collective_seconds(kind, group, SIZE),
+                *_errors(each.fit),
+                each.fit.outliers,
+            )
+        )
+    return rows
+
+
+# ---- printing
+
+
+def print_profile(page: ProfilePage, out: Console) -> None:
+    _heading(out, f"{page.cluster}, measured in {format_seconds(page.seconds)}")
+    _line(out, "errors are a fit's median and worst relative errors")
+    _print_figures(page, out)
+    if page.collectives:
+        _print_collectives(page, out)
+    _print_optimizers(page, out)
+    if page.stages:
+        _print_stages(page, out)
+    if page.notes:
+        _heading(out, "Notes")
+        for note in page.notes:
+            _line(out, note)
+
+
+def _percent(error: float | None) -> str:
+    return EMPTY if error is None else f"{100 * error:.0f} %"
+
+
+def _print_figures(page: ProfilePage, out: Console) -> None:
+    _heading(out, "The device, all ranks computing at once")
+    table = _table(
+        *(("", "left"), ("measured", "right"), ("catalogue", "right"), ("", "left")),
+        *(("error", "right"), ("worst", "right")),
+    )
+    for row in page.figures:
+        scale = 1.0 if row.unit == "s" else 1e9
+        shown = format_seconds if row.unit == "s" else lambda value: format_rate(value)
+        catalogue = EMPTY if row.catalogue is None else shown(row.catalogue / scale)
+        unit = "" if row.unit == "s" else row.unit
+        errors = _percent(row.median_error), _percent(row.worst_error)
+        table.add_row(row.name, shown(row.measured / scale), catalogue, unit, *errors)
+    out.print(_indented(table))
+
+
+def _print_collectives(page: ProfilePage, out: Console) -> None:
+    _heading(out, "Collectives")
+    table = _table(
+        *(("", "left"), ("group", "left"), ("latency", "right"), ("MB/s", "right")),
+        *(("1 MiB", "right"), ("catalogue", "right"), ("error", "right"), ("worst", "right")),
+    )
+    for row in page.collectives:
+        table.add_row(
+            *(row.kind, row.group, format_seconds(row.latency_seconds), format_rate(row.bytes_per_second / 1e6)),
+            *(format_seconds(row.measured_seconds), format_seconds(row.catalogue_seconds)),
+            *(_percent(row.median_error), _percent(row.worst_error)),
+        )
+    out.print(_indented(table))
+    outliers = sum(row.outliers for row in page.collectives)
+    if outliers:
+        _line(out, f"{outliers} timings stayed off their line by more than a factor of two after repetition")
+    if page.overlap is not None:
+        low, high = page.overlap_range
+        _line(out, f"overlap with compute: {page.overlap:.2f} (rounds from {low:.2f} to {high:.2f})")
+    _line(out, f"the host's own time for a gather or reduction: {format_seconds(page.exchange_seconds)}")
+
+
+def _print_optimizers(page: ProfilePage, out: Console) -> None:
+    _heading(out, "Optimizers")
+    table = _table(("", "left"), ("a tensor", "right"), ("a MiB", "right"), ("error", "right"), ("worst", "right"))
+    for row in page.optimizers:
+        times = format_seconds(row.tensor_seconds), format_seconds(row.byte_seconds * SIZE)
+        table.add_row(row.name, *times, _percent(row.median_error), _percent(row.worst_error))
+    out.print(_indented(table))
+
+
+def _print_stages(page: ProfilePage, out: Console) -> None:
+    _heading(out, f"Stages of {page.model}: forward + backward")
+    batches = page.stages[0].batches
+    table = _table(("", "left"), *((f"batch {batch}", "right") for batch in batches))
+    for stage in page.stages:
+        passes = zip(stage.forward_seconds, stage.backward_seconds, strict=True)
+        table.add_row(stage.name, *(f"{format_seconds(f)} + {format_seconds(b)}" for f, b in passes))
+    out.print(_indented(table))

@@ -1,0 +1,101 @@
+"""`osdp tune` on one rank: the world, the cluster it is planned for, the model's own times, then the rounds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from osdp.cluster import Cluster
+from osdp.cost.tables import Rules
+from osdp.cost.training import Training
+from osdp.errors import UsageError
+from osdp.model.capture import capture
+from osdp.model.graph import ModelGraph
+from osdp.model.source import ModelSource
+from osdp.planfile import MODES
+from osdp.profiling.bench import Bench
+from osdp.profiling.stages import time_stages
+from osdp.training.errand import Errand
+from osdp.training.run import this_cluster
+from osdp.training.world import started
+from osdp.tuning.run import Tuned, Tuner, Wanted
+
+STAGE_SECONDS = 20.0
+BATCHES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for; None is the cluster's, or the device's, own."""
+
+    name: str
+    cluster: Cluster | None
+    memory_bytes: int | None
+    precision: str | None
+    optimizer: str
+    reduce_dtype: str | None
+    batch: int | None
+    global_batch: int | None
+    pins: Mapping[str, str]
+    modes: tuple[str, ...] | None
+    split: bool
+    recompute: bool
+    candidates: int
+    steps: int
+    timeout_seconds: float
+    quiet: bool
+
+
+def tune(job: Job, source: ModelSource) -> tuple[Tuned, bool]:
+    """Tunes on all ranks; gives the result, which is equal on all, and whether this rank leads."""
+    with (
+        started(timeout_seconds=job.timeout_seconds) as world,
+        Errand(world, timeout_seconds=job.timeout_seconds, quiet=job.quiet).under_way() as errand,
+    ):
+        return _Run(job, source, errand).tuned(), world.leads
+
+
+class _Run:
+    def __init__(self, job: Job, source: ModelSource, errand: Errand) -> None:
+        self.job, self.source, self.errand, self.world = job, source, errand, errand.world
+
+    def tuned(self) -> Tuned:
+        job, world = self.job, self.world
+        if not world.leads:
+            warnings.filterwarnings("ignore")  # rank 0 has the same ones
+        cluster = job.cluster or this_cluster(world, memory_bytes=job.memory_bytes)
+        if cluster.world_size != world.size:
+            raise UsageError(
+                f"--cluster {cluster.label} has {cluster.world_size} devices but {world.size} ranks run; start as many"
+            )
+        if job.memory_bytes is not None:
+            cluster = replace(cluster, memory_bytes=job.memory_bytes)
+        precision = job.precision or ("fp32" if world.device.type == "cpu" else "bf16")
+        training = Training.of(precision, job.optimizer, job.reduce_dtype)
+        self.errand.say("tracing the model")
+        graph = self._graph(training)
+        rules = Rules(modes=job.modes or MODES, split=job.split, recompute=job.recompute, pins=dict(job.pins) or None)
+        wanted = Wanted(training, rules, job.batch, job.global_batch, job.candidates, job.steps)
+        return Tuner(self.source, graph, self._timed(cluster, graph), wanted, world).tuned(self.errand.say)
+
+    def _graph(self, training: Training) -> ModelGraph:
+        source = self.source
+        return capture(
+            source.build_on_meta(),
+            source.inputs,
+            loss=source.loss,
+            name=self.job.name,
+            compute_dtype=training.precision.compute_dtype,
+            seq_len=source.seq_len,
+        )
+
+    def _timed(self, cluster: Cluster, graph: ModelGraph) -> Cluster:
+        """The cluster with the model's stages timed, where its profile has none of them."""
+        if any(cluster.timed_stage(stage.plain.signature) for stage in graph.stages):
+            return cluster
+        self.errand.say("timing the model's blocks")
+        bench = Bench(self.errand, budget_seconds=STAGE_SECONDS)
+        memory = cluster.limit_bytes
+        timed = time_stages(bench, self.source, graph, batches=BATCHES, memory_bytes=memory, within=STAGE_SECONDS)
+        return replace(cluster, stages=(*cluster.stages, *timed.stages))

@@ -1,0 +1,92 @@
+"""A call beside this process gives what it gives here, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+
+from osdp.model import beside
+from osdp.model.beside import Beside, no_garbage_collection
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux forks here")
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "may_fork", lambda: True)
+
+
+def no_child_is_left() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+@pytest.mark.usefixtures("forking")
+def test_the_call_runs_in_another_process() -> None:
+    with Beside[tuple[int, bytes]]() as call:
+        call.start(lambda: (os.getpid(), b"x" * (1 << 20)))  # more than a pipe holds at once
+        process, much = call.result()
+    assert process != os.getpid() and len(much) == 1 << 20
+    assert no_child_is_left()
+
+
+@pytest.mark.usefixtures("forking")
+def test_an_error_is_the_one_of_a_call_here() -> None:
+    with Beside[int]() as call:
+        call.start(lambda: [][0])
+        with pytest.raises(IndexError, match="list index"):
+            call.result()
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_killed_child_is_replaced_by_a_call_here() -> None:
+    parent = os.getpid()
+
+    def call_or_die() -> int:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    with Beside[int]() as call:
+        call.start(call_or_die)
+        assert call.result() == parent
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_PATIENCE", 0.2)
+    parent = os.getpid()
+    with Beside[int]() as call:
+        call.start(lambda: parent if os.getpid() == parent else time.sleep(60) or 0)
+        assert call.result() == parent
+    assert no_child_is_left()
+
+
+@pytest.mark.usefixtures("forking")
+def test_an_interrupt_leaves_no_child() -> None:
+    with pytest.raises(KeyboardInterrupt), Beside[None]() as call:
+        call.start(lambda: time.sleep(60))
+        raise KeyboardInterrupt
+    assert no_child_is_left()
+
+
+def test_one_core_calls_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with Beside[int]() as call:
+        call.start(os.getpid)
+        assert call.result() == os.getpid()
+
+
+def test_garbage_collection_is_as_before() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="x"), no_garbage_collection():
+        assert not gc.isenabled()
+        raise ValueError("x")
+    assert gc.isenabled()

@@ -1,0 +1,201 @@
+"""Claims of `osdp profile`:
+
+- A fit recovers a known line, is not turned by outliers, and times them again.
+- Overlap and the host's time are what makes the model's own formula equal what was measured.
+- Every distinct stage of a model is timed, plain and recomputed, at reduced depth.
+- A profile of real ranks reads back, and a plan made with it predicts the seconds that were timed.
+- A rank that stalls ends the other within the timeout, with a sentence; nothing is left half written.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from small_models import captured, gpt, source
+from test_train import running, two_ranks
+
+from osdp.api import plan_graph
+from osdp.cli.main import main
+from osdp.cli.profile import write_text
+from osdp.cluster import GROUPS, KINDS, Cluster
+from osdp.cost.graph import step_graph_of
+from osdp.cost.tables import Rules
+from osdp.cost.training import OPTIMIZERS, Training
+from osdp.model.capture import capture
+from osdp.model.graph import ModelGraph
+from osdp.model.source import ModelSource, load_model
+from osdp.profiling.bench import Bench
+from osdp.profiling.collectives import groups_of
+from osdp.profiling.exchange import solve as solve_exchange
+from osdp.profiling.fit import Point, fit, settled
+from osdp.profiling.overlap import solve as solve_overlap
+from osdp.profiling.stages import rising, time_stages
+from osdp.search.problem import phase
+from osdp.training.errand import Errand
+from osdp.training.world import started
+
+LATENCY, RATE = 2e-4, 5e8
+SIZES = tuple(1 << power for power in range(12, 25, 2))
+
+
+def _seconds(size: int) -> float:
+    return LATENCY + size / RATE
+
+
+def _points(**wrong: float) -> dict[int, Point]:
+    """On the line, but for the sizes that are off by a factor."""
+    factors = {int(size.removeprefix("at")): factor for size, factor in wrong.items()}
+    return {size: Point((1.0, size), _seconds(size) * factors.get(size, 1.0)) for size in SIZES}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"at65536": 8.0}, {"at4096": 5.0, "at1048576": 0.2}])
+def test_a_fit_recovers_a_line_whatever_outliers_do(wrong: dict[str, float]) -> None:
+    line = fit(list(_points(**wrong).values()))
+    assert line.first == pytest.approx(LATENCY, rel=1e-3)
+    assert 1 / line.second == pytest.approx(RATE, rel=1e-3)
+    assert line.outliers == len(wrong) and line.median_error < 1e-3
+    worst = max((abs(1 / factor - 1) for factor in wrong.values()), default=0.0)
+    assert line.worst_error == pytest.approx(worst, rel=1e-2, abs=1e-9)  # of all points: outliers are not hidden
+
+
+def test_a_coefficient_can_be_held_and_none_is_negative() -> None:
+    held = fit(list(_points().values()), first=LATENCY / 2)
+    assert held.first == LATENCY / 2 and 1 / held.second == pytest.approx(RATE, rel=0.2)
+    falling = fit([Point((1.0, 1e3), 2e-3), Point((1.0, 1e6), 1e-3)])
+    assert falling.first > 0 and falling.second > 0
+    concave = fit([Point((1.0, 1e3), 1e-6), Point((1.0, 2e3), 4e-6), Point((1.0, 4e3), 16e-6)])
+    assert concave.first > 0 and concave.second > 0
+
+
+def test_outliers_are_timed_again() -> None:
+    points = _points(at65536=8.0)
+    again: list[int] = []
+
+    def timed(size: int) -> Point:
+        again.append(size)
+        return Point((1.0, size), _seconds(size))
+
+    line = settled(points, timed, late=lambda: False)
+    assert again == [65536] and line.outliers == 0
+    settled(_points(at65536=8.0), timed, late=lambda: True)
+    assert again == [65536]  # not when time is up
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
+def test_overlap_is_what_the_model_of_a_phase_means_by_it(overlap: float) -> None:
+    assert solve_overlap(0.02, 0.03, phase(0.02, 0.03, overlap)) == pytest.approx(overlap)
+
+
+def test_the_hosts_time_makes_the_predicted_step_the_measured_one() -> None:
+    assert solve_exchange(lambda each: 0.1 + 48 * each, 0.148) == pytest.approx(1e-3)
+    assert solve_exchange(lambda each: 0.1 + 48 * each, 0.05) == 0.0
+
+
+def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "profile.toml"
+    write_text("old", file)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text("new", file)
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, says in (
+        (["-o", str(tmp_path / "profile.json")], "does not end in .toml"),
+        (["--batches", "1,0"], "0 is below 1"),
+        (["--seq-len", "8"], "give one with --model"),
+        (["-o", str(tmp_path / "p.toml"), "--nodes", "3"], "3 nodes of 0 devices"),
+    ):
+        assert main(["profile", *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_every_group_of_ranks_is_measured_once() -> None:
+    assert groups_of(Cluster.parse("4xCPU")) == groups_of(Cluster.parse("4x1xCPU")) == ("world",)
+    assert groups_of(Cluster.parse("2x2xCPU")) == GROUPS and groups_of(Cluster.parse("CPU")) == ()
+
+
+# ---- stages
+
+
+def _graph(model: ModelSource) -> ModelGraph:
+    return capture(model.build_on_meta(), model.inputs, loss=model.loss, name=model.name, compute_dtype="fp32")
+
+
+def test_a_larger_batch_never_takes_less() -> None:
+    assert rising([1.0, 2.0, 4.0]) == (1.0, 2.0, 4.0)
+    assert rising([3.0, 1.0, 4.0]) == (2.0, 2.0, 4.0)
+    assert rising([5.0, 4.0, 3.0]) == (4.0, 4.0, 4.0)
+
+
+@pytest.mark.parametrize("name", ["deep", "gpt-pyramid"])
+def test_every_distinct_stage_is_timed(name: str) -> None:
+    model = gpt(layers=(7,)) if name == "deep" else source(name)
+    graph = _graph(model) if name == "deep" else captured(name, "fp32")
+    with (
+        started(timeout_seconds=60) as world,
+        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+    ):
+        bench = Bench(errand, budget_seconds=1)
+        timed = time_stages(bench, model, graph, batches=(1, 2, 4096), memory_bytes=8 << 20, within=0.1)
+    traces = [trace for stage in graph.stages for trace in (stage.plain, stage.recomputed) if trace is not None]
+    assert {stage.signature for stage in timed.stages} == {trace.signature for trace in traces}
+    assert len(timed.stages) < len(traces)
+    assert timed.batches == (1, 2) and timed.stopped.startswith("batch 4096 needs about")
+    for stage in timed.stages:
+        trace = next(trace for trace in traces if trace.signature == stage.signature)
+        for seconds, stretches in ((stage.forward_seconds, trace.forward), (stage.backward_seconds, trace.backward)):
+            assert len(seconds) == 2 and (min(seconds) > 0 or not stretches)
+
+
+# ---- the command, on real ranks
+
+
+def test_a_plan_with_a_profile_predicts_what_was_timed(tmp_path: Path) -> None:
+    file = tmp_path / "profile.toml"
+    options = ("--model", "tiny_lm:build", "--batches", "1,2", "--seconds", "1", "--json", "-o", str(file))
+    with running(*two_ranks("-m", "osdp", "profile", *options)) as ranks:
+        assert [rank.end() for rank in ranks] == [0, 0], "".join(ranks[0].errors)
+    assert not ranks[1].lines and list(tmp_path.iterdir()) == [file]
+    document = json.loads("".join(ranks[0].lines))
+    cluster = Cluster.from_toml(file)
+    assert cluster.to_dict() == document["cluster"] and cluster.word == "2xCPU"
+    assert [(each.kind, each.group) for each in cluster.measured] == [(kind, "world") for kind in KINDS]
+    assert {each.name for each in cluster.optimizers} == set(OPTIMIZERS)
+    assert 0 <= cluster.overlap <= 1 and cluster.device.matmul_efficiency == 1.0
+
+    graph = _graph(load_model("tiny_lm:build"))
+    plan = plan_graph(graph, cluster, Training.of("fp32", "sgd"), Rules(recompute=False), batch=2)
+    timed = [cluster.timed_stage(stage.plain.signature) for stage in graph.stages]
+    expected = sum(each.forward_seconds[1] + each.backward_seconds[1] for each in timed if each is not None)
+    assert None not in timed and plan.predicted.time_parts["compute"] == pytest.approx(expected)
+    optimizer = cluster.timed_optimizer("sgd")
+    assert optimizer is not None
+    held = sum(unit.parameters for unit in plan.units if unit.mode == "replicate")
+    assert plan.predicted.time_parts["optimizer"] >= held * 4 * optimizer.byte_seconds
+    assert step_graph_of(plan, graph).time().total == pytest.approx(plan.predicted.step_seconds)
+
+
+def test_a_rank_that_stalls_ends_the_other_within_the_timeout(tmp_path: Path) -> None:
+    options = ("--timeout", "8", "--seconds", "300", "-o", str(tmp_path / "profile.toml"))
+    with running(*two_ranks("-m", "osdp", "profile", *options)) as ranks:
+        end = time.monotonic() + 100
+        while not any("ranks at once" in line for line in ranks[0].errors):
+            assert time.monotonic() < end and ranks[0].popen.poll() is None, "".join(ranks[0].errors)
+            time.sleep(0.01)
+        ranks[1].popen.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert ranks[0].end() == 1
+        assert time.monotonic() - stopped < 8 + 5
+    (sentence,) = ranks[0].sentences()
+    assert "error: rank 0 waited 8 s in computing on 2 ranks at once: another rank hangs or is gone" in sentence
+    assert "nothing is written" in sentence and not list(tmp_path.iterdir())
