@@ -39,6 +39,7 @@ from osdp.profiling.bench import LEAST_TRIES, MOST_TRIES, Bench
 from osdp.runtime.initialize import initialize
 from osdp.training.baddays import _no_memory
 
+_LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
 
 
@@ -97,13 +98,11 @@ def time_stages(
             stopped = f"batch {batch} needs about {need / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
             break
         bench.watch(f"the model's stages at batch {batch}")
-        each = within / len(batches) / len(order)
         try:
-            at_batch = {again: _at_batch(bench, subject, source, graph, batch, again, each) for again in order}
+            found[batch] = _at_batch(bench, subject, source, graph, batch, order, within / len(batches))
         except _OutOfMemory:
             stopped = f"batch {batch} ran out of memory"
             break
-        found[batch] = at_batch
     if not found:
         raise OsdpError(f"no stage could be timed: {stopped}; give a smaller --batches or --seq-len")
     return TimedStages(tuple(_collected(graph, found)), tuple(found), stopped)
@@ -172,27 +171,48 @@ class _OutOfMemory(Exception):
 
 
 def _at_batch(
-    bench: Bench, subject: Subject, source: ModelSource, graph: ModelGraph, batch: int, again: bool, within: float
-) -> NDArray[Any]:
-    """Seconds of every stage of the graph: a row of forward and backward for each."""
+    bench: Bench,
+    subject: Subject,
+    source: ModelSource,
+    graph: ModelGraph,
+    batch: int,
+    order: Sequence[bool],
+    within: float,
+) -> dict[bool, NDArray[Any]]:
+    """Seconds of every stage of the graph, a row of forward and backward for each: plain, and recomputed.
+
+    Both are run in turn, so that whatever else the machines do meanwhile slows both.
+    """
     torch.manual_seed(bench.world.rank)
     args, kwargs = random_inputs(source, subject.model, batch, bench.device, DTYPES[graph.compute_dtype])
     blocks = list(dict.fromkeys(subject.stand_in.values()))
-    run = functools.partial(_step, subject.model, args, kwargs, source.loss, blocks, again, bench.device)
-    _tried(bench, run)
-    once, rows = 0.0, []
+    runs = [
+        functools.partial(_step, subject.model, args, kwargs, source.loss, blocks, again, bench.device)
+        for again in order
+    ]
+    for run in runs:
+        _tried(bench, run)
+    rounds: list[list[NDArray[Any]]] = []
     tries = 1
-    while len(rows) < tries:
+    while len(rounds) < tries:
         dist.barrier()
-        rows.append(_tried(bench, run))
-        if len(rows) == 1:
-            (once,) = bench.slowest(float(rows[0].sum()))
+        rounds.append([_tried(bench, run) for run in runs])
+        if len(rounds) == 1:
+            (once,) = bench.slowest(sum(float(rows.sum()) for rows in rounds[0]))
             tries = 1 if bench.late else max(LEAST_TRIES, min(MOST_TRIES, int(within / max(once, 1e-6))))
+    return {
+        again: _of_graph(graph, subject, _typical(bench, [found[index] for found in rounds]), again)
+        for index, again in enumerate(order)
+    }
+
+
+def _typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The median step of the slowest rank, divided over stages as all ranks' steps are on the mean."""
     everyone = np.array(bench.world.all_numbers(*np.stack(rows).flatten().tolist()))
-    everyone = everyone.reshape(bench.world.size, tries, -1, 2)
+    everyone = everyone.reshape(bench.world.size, len(rows), -1, 2)
     totals = everyone.sum(axis=(2, 3)).max(axis=0)
     share = everyone.mean(axis=(0, 1)) / everyone.mean(axis=(0, 1)).sum()
-    return _of_graph(graph, subject, share * statistics.median(totals.tolist()), again)
+    return share * statistics.median(totals.tolist())
 
 
 def _tried(bench: Bench, run: Callable[[], NDArray[Any]]) -> NDArray[Any]:
@@ -327,6 +347,10 @@ def _collected(graph: ModelGraph, found: Mapping[int, Mapping[bool, NDArray[Any]
             if trace is None or trace.signature in timed:
                 continue
             rows = [found[batch][again][index] for batch in batches]
+            if again:  # a recomputed backward has a forward in it: what takes less is noise
+                plain = [found[batch][False][index] for batch in batches]
+                least = [_LEAST_FORWARD * forward + backward for forward, backward in plain]
+                rows = [(forward, max(low, backward)) for low, (forward, backward) in zip(least, rows, strict=True)]
             forward, backward = (rising([float(row[column]) for row in rows]) for column in (0, 1))
             name = f"{stage.name}, recomputed" if again else stage.name
             timed[trace.signature] = TimedStage(trace.signature, name, batches, forward, backward)
