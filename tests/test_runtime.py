@@ -58,6 +58,30 @@ def on_ranks(kind: type[nn.Module], plans: Sequence[Plan]) -> list[Trained]:
     return [train(osdp.parallelize(built(kind), plan), times=plan.accumulation) for plan in plans]
 
 
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    """With a large eps, a step is not of full size where a gradient is nothing but rounding."""
+    return torch.optim.AdamW(parameters, lr=0.01, eps=0.01, weight_decay=1.0)
+
+
+def unused_under_adamw(plans: Sequence[Plan], carried: bool) -> list[Trained]:
+    return [
+        train(osdp.parallelize(built(Unused), plan, carried=carried), decaying, times=plan.accumulation)
+        for plan in plans
+    ]
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(carried: bool) -> None:
+    plans = [three_plans(Unused, "2")[0], three_plans(Unused, "2", accumulation=2, reduce_once=(True, False))[2]]
+    truth = train(built(Unused), decaying)
+    before = dict(built(Unused).named_parameters())
+    assert truth.gradients["blocks.0.idle"] is None
+    assert torch.equal(truth.weights["blocks.0.idle"], before["blocks.0.idle"])
+    for runs in run_ranks(2, unused_under_adamw, plans, carried):
+        for run in runs:
+            same(run, truth)
+
+
 @pytest.mark.parametrize(
     ("kind", "world"),
     [

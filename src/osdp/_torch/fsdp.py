@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ __all__ = [
     "FSDPModule",
     "FSDPParamGroup",
     "ReduceScatter",
+    "WatchedParam",
     "backward_broke",
     "compute_in_place",
     "drop_gradients",
     "param_groups",
     "shared_post_forward_meshes",
+    "watch",
 ]
 
 
@@ -53,7 +55,49 @@ def compute_in_place(group: FSDPParamGroup) -> None:
         param.__class__ = _InPlaceParam
 
 
-class _InPlaceParam(FSDPParam):
+class WatchedParam(FSDPParam):
+    """A parameter that tells when it is reduced, and remembers whether this rank had but zeros to give.
+
+    FSDP2 asks for one of three gradients as it begins a reduction: one of this backward, one of several, or zeros.
+    """
+
+    is_zero = False  # nothing but zeros in this backward, and no gradient from an earlier one
+    reduced: Callable[[], None] | None = None
+
+    @property
+    def unsharded_grad_data(self) -> Tensor:
+        self._note(zero=False)
+        return super().unsharded_grad_data
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> Tensor:
+        self._note(zero=False)
+        return super().unsharded_accumulated_grad_data
+
+    @property
+    def unsharded_zero_grad_data(self) -> Tensor:
+        self._note(zero=self.is_zero or self.sharded_param.grad is None)
+        return super().unsharded_zero_grad_data
+
+    def _note(self, *, zero: bool) -> None:
+        self.is_zero = zero
+        if self.reduced is not None:
+            self.reduced()
+
+
+def watch(group: FSDPParamGroup, reduced: Callable[[], None]) -> list[WatchedParam]:
+    """Has every parameter of a group call `reduced` when a reduction of it begins; returns them."""
+    found: list[WatchedParam] = []
+    for param in group.fsdp_params:
+        if not isinstance(param, WatchedParam):
+            param.__class__ = WatchedParam
+        assert isinstance(param, WatchedParam)
+        param.reduced = reduced
+        found.append(param)
+    return found
+
+
+class _InPlaceParam(WatchedParam):
     """A parameter whose gathered copy is the parameter itself: stock FSDP2 would make and hold a second one."""
 
     @property

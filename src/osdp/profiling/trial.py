@@ -27,7 +27,7 @@ from osdp.runtime.accumulate import accumulate
 from osdp.runtime.apply import parallelize
 from osdp.runtime.initialize import initialize
 from osdp.runtime.local import local_tensor
-from osdp.training.optimizer import make_optimizer
+from osdp.training.optimizer import optimizer_of
 from osdp.training.world import World
 
 WARM_UP_STEPS = 2
@@ -52,7 +52,8 @@ class Tried:
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             self.model = parallelize(source.build_on_meta().to(dtype), plan, device_type=world.device.type)
         initialize(self.model, seed=0, device=world.device)
-        self.optimizer = make_optimizer(self.model, plan.optimizer, lr=1e-4, weight_decay=0.0)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = optimizer_of(plan.optimizer, trained, lr=1e-4)
         torch.manual_seed(world.rank)
         self.inputs: Any = random_inputs(source, self.model, plan.batch_size, world.device, dtype)
 

@@ -24,6 +24,7 @@ from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, Carried
 from osdp.runtime.courier import Courier, Reductions
 from osdp.runtime.meshes import Meshes
 from osdp.runtime.split import split_operators
+from osdp.runtime.unused import Unused, largest_of_all
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REDUCTIONS_UNDER_WAY = 1  # where collectives are carried; the buffers of one are priced
@@ -90,8 +91,9 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
             for group in param_groups(piece.modules[0]):
                 compute_in_place(group)
     reductions = _carry(pieces, meshes, two_levels=plan.cluster.exchanges_on_two_levels) if carried else None
+    unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces)
-    model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions), prepend=True)
+    model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions, unused), prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     _applied[model] = Applied(plan, tuple(pieces), template)
     return model
@@ -103,12 +105,16 @@ def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
 
 
-def _recover(pieces: Sequence[Piece], reductions: Reductions | None, model: nn.Module, inputs: object) -> None:
+def _recover(
+    pieces: Sequence[Piece], reductions: Reductions | None, unused: Unused | None, model: nn.Module, inputs: object
+) -> None:
     """Clears away what a backward that failed, and was caught, has left behind."""
     root = _sharded(model)
     if torch.is_grad_enabled() and backward_broke(root):
         if reductions is not None:
             reductions.finish_all()
+        if unused is not None:
+            unused.forget()
         root.reset_iter_state()
         for piece in pieces:
             for group in param_groups(piece.modules[0]):
@@ -192,6 +198,20 @@ def _carry(pieces: Sequence[Piece], meshes: Meshes, *, two_levels: bool) -> Redu
             if piece.mode == REPLICATE:
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
     return reductions
+
+
+def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused | None:
+    """See [Note: Unused]; in a world that is not real there is nobody to ask."""
+    if dist.get_backend() == "fake":
+        return None
+    units = [group for piece in pieces for group in param_groups(piece.modules[0])]
+    if reductions is None:
+        return Unused(units, lambda: None, functools.partial(largest_of_all, group=meshes.processors))
+    return Unused(
+        units,
+        reductions.finish_all,
+        lambda used: reductions.run(functools.partial(largest_of_all, used, meshes.groups.world)),
+    )
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece]) -> None:

@@ -109,6 +109,10 @@ class Reductions:
         # Each asks for the end: a flag would stay behind where backward fails.
         torch.autograd.Variable._execution_engine.queue_callback(self.finish_all)  # type: ignore[attr-defined]
 
+    def run(self, job: Job) -> None:
+        """A collective that is no reduction, in its turn, to its end."""
+        self._courier.send(job).wait()
+
     def finish_all(self) -> None:
         while self._under_way:
             self._finish(self._under_way.popleft())

@@ -59,6 +59,13 @@ class Meshes:
         assert isinstance(across, dist.ProcessGroup)
         return Groups(world, node, across)
 
+    @functools.cached_property
+    def processors(self) -> dist.ProcessGroup:
+        """All ranks, for what is no device's business: asking there would wait for all that it still has to do."""
+        group = dist.new_group(backend=dist.Backend.GLOO, timeout=default_timeout())
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def of(self, mode: str) -> DeviceMesh:
         if mode == REPLICATE:
             return self.replicas

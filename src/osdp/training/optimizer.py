@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +41,12 @@ def make_optimizer(model: nn.Module, name: str, *, lr: float, weight_decay: floa
         for params, decay in ((matrices, weight_decay), (vectors, 0.0))
         if params
     ]
+    return optimizer_of(name, groups, lr=lr)
+
+
+def optimizer_of(name: str, parameters: Iterable[Any], *, lr: float) -> torch.optim.Optimizer:
+    """The optimizer that a plan names, over parameters or groups of them."""
     if name.startswith("adamw"):
         way = {"fused": True} if name == "adamw-fused" else {"foreach": True}
-        return torch.optim.AdamW(groups, lr=lr, betas=BETAS, **way)
-    return torch.optim.SGD(groups, lr=lr, momentum=MOMENTUM if name == "sgd-momentum" else 0.0, foreach=True)
+        return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, **way)
+    return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM if name == "sgd-momentum" else 0.0, foreach=True)

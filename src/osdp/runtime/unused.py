@@ -1,0 +1,61 @@
+"""Leaves no gradient where no rank has one, as a single process does.
+
+[Note: Unused]
+Ranks reduce a unit together, so one that did not use a parameter sends zeros for it. Where none used it, the sum is
+zero and not a gradient: an optimizer would decay the weight and age its moments, which it does not do in a single
+process. No rank can know that alone. So at the end of every backward that reduced anything, one all-reduce of a byte
+for each parameter says which of them got a gradient anywhere; those that did not, and had none before, are left
+without. DDP does the same for models that have unused parameters; here it is done for all, as it costs one latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from osdp._torch.fsdp import FSDPParamGroup, WatchedParam, watch
+
+Finish = Callable[[], None]
+Exchange = Callable[[Tensor], None]
+
+
+class Unused:
+    """The parameters of a model, watched through every backward; see [Note: Unused].
+
+    `finish` ends the reductions that are under way, `exchange` is the largest of every rank's bytes in place.
+    """
+
+    def __init__(self, units: Sequence[FSDPParamGroup], finish: Finish, exchange: Exchange) -> None:
+        self._finish, self._exchange = finish, exchange
+        self._params: list[WatchedParam] = [param for unit in units for param in watch(unit, self._reduced)]
+        self._any = False
+
+    def forget(self) -> None:
+        """What a backward that failed has left."""
+        self._any = False
+        for param in self._params:
+            param.is_zero = False
+
+    def _reduced(self) -> None:
+        """A parameter is about to be reduced: every rank's are, alike. The first asks for the end of backward."""
+        if not self._any:
+            self._any = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)  # type: ignore[attr-defined]
+
+    def _settle(self) -> None:
+        if not self._any:
+            return
+        self._finish()
+        used = torch.tensor([not param.is_zero for param in self._params], dtype=torch.uint8)
+        self._exchange(used)
+        for param, anywhere in zip(self._params, used.tolist(), strict=True):
+            if not anywhere:
+                param.sharded_param.grad = None
+        self.forget()
+
+
+def largest_of_all(used: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
