@@ -66,14 +66,50 @@ def test_nodes_are_in_topological_order(granularity: str) -> None:
 
 
 def test_compute_waits_for_its_gathers_and_reductions_for_it() -> None:
+    """A tied unit is gathered again for the head: then the end's backward waits for it, and the start's need not."""
     graph = built(FREE)
     for phase in (FORWARD, BACKWARD):
         for shaped in graph.layout.shaped:
             nodes = [n for n in graph.nodes if (n.phase, n.stage) == (phase, shaped.stage.name)]
             compute = next(n for n in nodes if n.kind == COMPUTE)
-            gathers = [n.id for n in nodes if n.kind == ALL_GATHER]
-            assert gathers and set(gathers) <= set(compute.depends)
+            gathers = [n for n in nodes if n.kind == ALL_GATHER]
+            tied = [n for n in gathers if (n.phase, n.name) == (BACKWARD, "tokens")]
+            assert gathers and {n.id for n in gathers if n not in tied} <= set(compute.depends)
             assert all(compute.id in n.depends for n in nodes if n.kind == REDUCE_SCATTER)
+            for gather in tied:
+                assert any(gather.id in n.depends for n in graph.nodes if (n.kind, n.stage) == (COMPUTE, "end"))
+
+
+def test_a_gather_is_issued_one_unit_ahead_in_both_directions() -> None:
+    graph = built(FREE)
+    wires = [(n.kind, n.name) for n in graph.nodes if n.stream == COMMUNICATION]
+    forward = ["tokens", "positions", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    assert wires[: len(forward)] == [(ALL_GATHER, name) for name in forward]
+    gather, reduce = ALL_GATHER, REDUCE_SCATTER
+    assert wires[len(forward) :] == [
+        *((gather, "tokens"), (gather, "norm"), (gather, "blocks.2"), (reduce, "norm"), (gather, "blocks.1")),
+        *((reduce, "blocks.2"), (gather, "blocks.0"), (reduce, "blocks.1"), (gather, "positions")),
+        *((reduce, "blocks.0"), (reduce, "tokens"), (reduce, "positions")),
+    ]
+    first = {n.stage: n.id for n in reversed(graph.nodes) if n.kind == COMPUTE and n.phase == FORWARD}
+    issued = {n.stage: n.id for n in reversed(graph.nodes) if n.kind == ALL_GATHER and n.phase == FORWARD}
+    assert issued["blocks.1"] < first["blocks.0"] < issued["blocks.2"] < first["blocks.1"]
+
+
+def test_micro_batches_follow_each_other_and_the_last_one_does_what_is_done_once() -> None:
+    graph = built(KEEP, REPLICATE, accumulation=3, once=True)
+    step, alone = graph.collectives(), graph.collectives(1)
+    gathers = [each for each in alone if each.kind == ALL_GATHER]
+    assert gathers and step == [*gathers, *gathers, *alone]
+    assert {each.unit for each in alone} == {unit.name for unit in graph.layout.units}
+
+
+def test_a_group_of_one_rank_sends_nothing_and_one_node_is_the_world() -> None:
+    graph = built(KEEP_IN_NODE, cluster="4xA100-40GB")
+    assert {(each.kind, each.group) for each in graph.collectives()} == {
+        (ALL_GATHER, "world"),
+        (REDUCE_SCATTER, "world"),
+    }
 
 
 def test_stages_run_forward_then_backward() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,6 +81,9 @@ class Case:
     optimizer: str = "adamw"
     world: str = "2x2"
     device: str = "A100-80GB"
+    splits: tuple[tuple[int, int], ...] = ((1, 1),)
+    accumulation: int = 1
+    reduce_once: tuple[bool, ...] = NONE
     known: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
@@ -89,7 +92,7 @@ class Case:
             for name, value in vars(self).items()
             if name not in ("modes", "known") and value != getattr(Case, name)
         ]
-        words = [value if isinstance(value, str) else {ALL: "recompute"}.get(value, "alternating") for value in changed]
+        words = [value if isinstance(value, str) else {ALL: "all"}.get(value, str(value)) for value in changed]
         modes = "every-mode" if self.modes == EVERY_MODE else "+".join(self.modes)
         return "-".join([modes, *words])
 
@@ -99,7 +102,8 @@ class Case:
 
     @property
     def training(self) -> Training:
-        return Training.of(self.precision, self.optimizer, self.reduce_dtype)
+        training = Training.of(self.precision, self.optimizer, self.reduce_dtype)
+        return replace(training, accumulation=self.accumulation)
 
 
 class Row(NamedTuple):
@@ -122,7 +126,12 @@ def laid_out(case: Case) -> tuple[Layout, list[Option]]:
         block += stage.is_block
         chosen.append(Shape(wanted, again))
     layout = shapes.layout(chosen)
-    return layout, [Option(mode) for mode in islice(cycle(case.modes), len(layout.units))]
+    modes, once, splits = cycle(case.modes), cycle(case.reduce_once), cycle(case.splits)
+    options = []
+    for unit in layout.units:
+        slices, sharded = next(splits) if unit.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
+        options.append(Option(next(modes), slices, sharded, next(once)))
+    return layout, options
 
 
 def plan_of(case: Case, layout: Layout, options: list[Option]) -> Plan:
@@ -135,7 +144,7 @@ def plan_of(case: Case, layout: Layout, options: list[Option]) -> Plan:
         reduce_dtype=case.training.reduce_dtype,
         optimizer=case.optimizer,
         batch_size=BATCH,
-        accumulation=1,
+        accumulation=case.accumulation,
         predicted=nothing,
         certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
         baselines=(),
@@ -146,14 +155,16 @@ def plan_of(case: Case, layout: Layout, options: list[Option]) -> Plan:
 def measured(case: Case, plan: Plan) -> tuple[list[Row], Row]:
     """What FSDP2 did, stretch by stretch, and its optimizer step."""
     model = source(case.model)
+    with torch.device("meta"):
+        names = list(_watched(plain := model.build(), own_blocks(plain)))
     raw: RawTrace = dry_run(
         model.build,
         model.inputs,
         plan,
         loss=model.loss,
-        watched=lambda module: _watched(module, own_blocks(module)),
+        watched=lambda module: {name: module.get_submodule(name) for name in names},
         optimizer=STEPPERS[case.optimizer],
-    )
+    ).trace
     stops = [*raw.mark_kernel[1:], len(raw.live)]
     rows = [
         Row(mark, max(raw.live[start:stop], default=0), level)
@@ -161,7 +172,19 @@ def measured(case: Case, plan: Plan) -> tuple[list[Row], Row]:
     ]
     *steps, optimizer = [row for row in rows if row.mark.kind != "end"]
     assert optimizer.mark.kind == "optimizer"
-    return steps, optimizer
+    return highest_of(steps, case.accumulation), optimizer
+
+
+def highest_of(rows: list[Row], micro_batches: int) -> list[Row]:
+    """The rows of micro-batches as one: the timeline has the most that any of them needs."""
+    each = [
+        rows[start : start + len(rows) // micro_batches] for start in range(0, len(rows), len(rows) // micro_batches)
+    ]
+    assert all([row.mark for row in one] == [row.mark for row in each[0]] for one in each)
+    return [
+        Row(alike[0].mark, max(row.allocated for row in alike), max(row.at_mark for row in alike))
+        for alike in zip(*each, strict=True)
+    ]
 
 
 def predicted(timeline: Timeline) -> tuple[list[tuple[Mark, int]], int]:
@@ -268,7 +291,19 @@ CARRIED_CASES = [  # on gloo, where the runtime carries the collectives itself
     Case((FREE, KEEP, REPLICATE), model="t5", device="CPU"),
     Case((FREE, KEEP, REPLICATE), model="llama-tied", device="CPU", precision="fp32"),
 ]
+ACCUMULATION_CASES = [
+    Case((REPLICATE, KEEP_IN_NODE, FREE), accumulation=2),
+    Case(EVERY_MODE, accumulation=2, reduce_dtype="bf16"),
+    Case(EVERY_MODE, accumulation=3, device="CPU"),
+]
+SPLIT_CASES = [
+    # Slices' outputs and input gradients live beside their sum, which the timeline lacks; slices are priced as the
+    # largest, and one more than are held: too little in some stretches, too much in others.
+    Case(model="gpt-untied", granularity=OPERATORS, splits=((2, 2),), known=(12536, 1752)),
+]
 CASES = [
+    *ACCUMULATION_CASES,
+    *SPLIT_CASES,
     *CARRIED_CASES,
     *MODES_ALONE,
     *MIXTURES,
@@ -296,6 +331,25 @@ def test_timeline_equals_fsdp2(case: Case) -> None:
     assert abs(optimizer_bytes - stepping) <= SCALARS + peak
     highest = max(max(row.allocated for row in rows), stepping)
     assert abs(timeline.peak_bytes - highest) <= SCALARS + peak
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(EVERY_MODE, accumulation=2, reduce_once=ALL),
+        Case((FREE, KEEP, REPLICATE), accumulation=2, reduce_once=ALTERNATING, device="CPU"),
+    ],
+    ids=str,
+)
+def test_with_gradients_reduced_once_the_timeline_is_never_below_fsdp2(case: Case) -> None:
+    """Unreduced gradients are counted through backward, though the last micro-batch frees them one by one."""
+    layout, options = laid_out(case)
+    timeline = build_timeline(layout, options, BATCH, case.training, case.cluster)
+    rows, optimizer = measured(case, plan_of(case, layout, options))
+    assert not [line for line in differences(rows, predicted(timeline)[0]) if "too little" in line]
+    assert abs(int(timeline.total[-1]) - max(optimizer.allocated, optimizer.at_mark)) <= SCALARS
+    highest = max(row.allocated for row in rows)
+    assert highest - SCALARS <= timeline.peak_bytes <= 1.1 * highest
 
 
 @pytest.mark.parametrize("model", ["llama", "t5"])

@@ -32,12 +32,14 @@ from osdp.search.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from osdp.verify import Verification
+
 SEARCH_SECONDS = 20.0  # what is not proven by then is said in the certificate
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where planning is: `stage` is capture, search or baselines; `done` of `total` is as far as is known."""
+    """Where planning is: `stage` is capture, search, baselines or dry run; `done` of `total` is as far as is known."""
 
     stage: str
     batch: int
@@ -68,13 +70,15 @@ def plan(
     name: str | None = None,
     seq_len: int | None = None,
     progress: Report | None = None,
+    verify: bool = False,
 ) -> Plan:
     """Finds the plan with the most samples per second that fits the memory, and proves it.
 
     `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
     micro-batch of a device, `global_batch` the samples of a step over all of them. `pin` holds units to modes by name
-    pattern, `modes` restricts all. Raises `DoesNotFit` with the smallest peak and what would help. Where a process
-    group runs, call it on every rank: rank 0 plans, all get its plan.
+    pattern, `modes` restricts all. With `verify` the peak is that of a dry run: where it differs from the prediction,
+    the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak and what
+    would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
     from osdp.runtime.agree import planned_by_rank_0
@@ -89,7 +93,23 @@ def plan(
         graph = capture(
             model, example_inputs, loss=loss, name=name, compute_dtype=training.precision.compute_dtype, seq_len=seq_len
         )
-        return plan_graph(graph, devices, training, rules, batch=batch, global_batch=global_batch, progress=report)
+
+        def search(cluster: Cluster) -> Plan:
+            return plan_graph(graph, cluster, training, rules, batch=batch, global_batch=global_batch, progress=report)
+
+        if not verify:
+            return search(devices)
+        from osdp.model.capture import scaled_inputs
+        from osdp.verify import plan_verified
+        from osdp.verify import verify as dry_run
+
+        inputs = example_inputs if callable(example_inputs) else scaled_inputs(example_inputs)
+
+        def check(plan: Plan) -> Verification:
+            report(Progress("dry run", plan.batch_size, 0, 1, plan.predicted.samples_per_second))
+            return dry_run(plan, graph, build=lambda: model, inputs=inputs, loss=loss)
+
+        return plan_verified(devices, search, check)
 
     return planned_by_rank_0(make)
 

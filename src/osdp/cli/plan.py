@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.cli.output import print_json
 from osdp.cli.parser import Commands, add_model, checked, output_path, positive
 from osdp.cli.progress import shown_progress
-from osdp.cluster import Cluster, parse_bytes
+from osdp.cluster import Cluster, format_bytes, parse_bytes
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import MODES, PLAN_VERSION, Plan
@@ -119,6 +119,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="print the plan as one JSON document")
     group.add_argument("-o", "--output", metavar="FILE", type=output_path, help="save the plan to this file")
     group.add_argument("--quiet", action="store_true", help="show no progress")
+    group.add_argument(
+        "--verify",
+        action="store_true",
+        help="run the plan's step on fake tensors, and plan again where its peak differs",
+    )
 
 
 def _known_mode(mode: str) -> str:
@@ -189,6 +194,7 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             name=arguments.model,  # what was asked for, so that `osdp graph` finds the model again
             seq_len=source.seq_len,
             progress=progress,
+            verify=arguments.verify,
         )
 
 
@@ -202,6 +208,9 @@ def _deliver(plan: Plan, arguments: argparse.Namespace) -> None:
     from osdp.report.terminal import console, print_plan
 
     print_plan(plan_page(plan), console(sys.stdout))
+    if arguments.verify:
+        peak = format_bytes(plan.predicted.peak_bytes)
+        print(f"\nverified: a dry run of this plan peaks at {peak}, {plan.predicted.peak_at}")
     if arguments.output is not None:
         print(f"saved to {arguments.output}")
 

@@ -2,21 +2,24 @@
 
 Time and memory are computed from this graph, so what is priced is what will run: its nodes carry the seconds, its
 holds the bytes. Within a phase (see [Note: Phase]) compute nodes follow each other on one stream and collectives on
-another; a unit's compute waits for its gather, its reduction for its compute.
+another, in the order in which they are issued (see [Note: Issue order]); a stage's compute waits for its gathers, a
+reduction for the compute. A stage's pass is one node of compute: gathers that it issues after its first reduction
+follow it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from osdp.cluster import Cluster
-from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes
-from osdp.cost.seconds import BACKWARD, FORWARD, Collective, Roofline, unit_work
+from osdp.cost.issue import GATHER, REDUCE, Issue, Issued, issue_order, pieces_of
+from osdp.cost.layout import Layout, Shape, Shapes
+from osdp.cost.seconds import BACKWARD, FORWARD, Collective, compute_time, unit_work
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
-from osdp.cost.units import Option, Unit
+from osdp.cost.units import Option
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
@@ -80,18 +83,40 @@ class StepGraph:
                 phases.setdefault((node.phase, node.stage), []).append(node)
         first = self.layout.shaped[0].stage.name
         for (_, stage), nodes in phases.items():
-            add = not self.cluster.overlap or stage == first
+            overlap = 0.0 if stage == first else self.cluster.overlap
             for times, last in ((micro - 1, False), (1, True)):
                 running = [node for node in nodes if last or not node.once]
                 kernels = sum(node.seconds for node in running if node.kind == COMPUTE)
                 copied = sum(node.seconds for node in running if node.kind == "copy")
                 wires = sum(node.seconds for node in running if node.stream == COMMUNICATION)
-                whole = phase(kernels + copied, wires, add)
+                whole = phase(kernels + copied, wires, overlap)
                 compute += times * kernels
                 copies += times * copied
                 exposed += times * (whole - kernels - copied)
                 hidden += times * (wires - (whole - kernels - copied))
         return StepTime(compute, copies, exposed, optimizer, hidden)
+
+    def collectives(self, micro_batches: int | None = None) -> list[Planned]:
+        """All collectives of a step in the order in which they are issued, micro-batch by micro-batch.
+
+        What is done once comes in the last one. Groups that have several names take the first of world, node and
+        across; a group of one rank sends nothing.
+        """
+        count = self.training.accumulation if micro_batches is None else micro_batches
+        names = {group: self._group(group) for group in ("world", "node", "across")}
+        wires = [node for node in self.nodes if node.stream == COMMUNICATION and node.group is not None]
+        return [
+            Planned(node.kind, name, node.nbytes, node.name)
+            for micro_batch in range(count)
+            for node in wires
+            if (name := names[node.group or ""]) and (micro_batch == count - 1 or not node.once)
+        ]
+
+    def _group(self, group: str) -> str | None:
+        ranks = self.cluster.group_size(group)
+        if ranks == 1:
+            return None
+        return "world" if ranks == self.cluster.world_size else group
 
     def timeline(self) -> Timeline:
         return build_timeline(self.layout, self.options, self.batch, self.training, self.cluster)
@@ -107,6 +132,30 @@ class StepGraph:
         }
 
 
+class Planned(NamedTuple):
+    """A collective of a whole step, and the unit that it is for."""
+
+    kind: str
+    group: str
+    nbytes: int
+    unit: str
+
+    @property
+    def issued(self) -> Issued:
+        return Issued(self.kind, self.group, self.nbytes)
+
+
+class _Copied(NamedTuple):
+    """The copies beside a collective: where they belong, and the visit that needs what was gathered."""
+
+    name: str
+    phase: str
+    stage: str
+    work: Collective
+    once: bool
+    visit: int
+
+
 class _Builder:
     def __init__(
         self, layout: Layout, options: Sequence[Option], batch: int, training: Training, cluster: Cluster
@@ -119,7 +168,9 @@ class _Builder:
         self.work = [
             unit_work(u, o, p, training, cluster) for u, o, p in zip(layout.units, options, places, strict=True)
         ]
-        self.number = {id(unit): index for index, unit in enumerate(layout.units)}
+        self.pieces = pieces_of(layout.units, options)
+        self.home = [shaped.stage.name for shaped in layout.shaped for _ in shaped.units]
+        self.pending: list[tuple[_Copied, tuple[int, ...]]] = []  # copies out of gathers, and what they wait for
 
     def add(
         self, kind: str, name: str, phase_name: str, stage: str, seconds: float, *, stream: str = COMPUTE, **more: Any
@@ -142,65 +193,72 @@ class _Builder:
         self.last[stream] = node.id
         return node.id
 
-    def collectives(
-        self, work: Sequence[Collective], unit: Unit, phase_name: str, stage: str, *, once: bool, after: tuple[int, ...]
-    ) -> list[int]:
-        ids = []
-        for each in work:
-            shared = {"nbytes": each.nbytes, "once": once}
+    def issued(self, issue: Issue, computed: int | None) -> None:
+        """The collectives of an issue. Copies out of a gather wait until its unit is entered."""
+        unit = self.layout.units[issue.piece.index]
+        stage, phase_name = self.home[issue.piece.index], FORWARD if issue.what == GATHER else BACKWARD
+        once = issue.what == REDUCE and self.options[issue.piece.index].reduce_once
+        place = self.layout.places[issue.piece.index]
+        entered = place.enter if issue.what == GATHER else place.enter_again
+        for each in self.collectives(issue):
+            copied = _Copied(unit.name, phase_name, stage, each, once, entered.visit if entered else 0)
+            after = () if computed is None else (computed,)
+            if issue.what == REDUCE:
+                after = (*after, self.copy(copied, after))
             if each.kind != "copy":
-                node = self.add(
-                    each.kind,
-                    unit.name,
-                    phase_name,
-                    stage,
-                    each.seconds,
-                    stream=COMMUNICATION,
-                    group=each.group,
-                    after=after,
-                    **shared,
-                )
-                ids.append(node)
-            ids.append(
-                self.add(
-                    "copy",
-                    unit.name,
-                    phase_name,
-                    stage,
-                    each.copy_seconds,
-                    nbytes=each.copied_bytes,
-                    once=once,
-                    after=tuple(ids[-1:]),
-                )
-            )
-        return ids
+                details = {"group": each.group, "nbytes": each.nbytes, "once": once, "after": after}
+                node = self.add(each.kind, unit.name, phase_name, stage, each.seconds, stream=COMMUNICATION, **details)
+                after = (node,)
+            if issue.what != REDUCE:
+                self.pending.append((copied, after))
 
-    def visit(self, shaped: ShapedStage, phase_name: str) -> None:
-        backward = phase_name == BACKWARD
-        units = list(shaped.units)
-        if backward:
-            units.reverse()
-        name = shaped.stage.name
-        ready: list[int] = []
-        for unit in units:
-            work = self.work[self.number[id(unit)]]
-            gathers = work.gather_again if backward else work.gather
-            ready += self.collectives(gathers, unit, phase_name, name, once=False, after=())
-        roofline = Roofline(shaped.trace.backward if backward else shaped.trace.forward, self.cluster, self.training)
-        computed = self.add(
-            COMPUTE,
-            name,
-            phase_name,
-            name,
-            roofline.at(self.batch),
-            flops=roofline.flops_at(self.batch),
-            after=tuple(ready),
+    def collectives(self, issue: Issue) -> list[Collective]:
+        """Seconds are those of the unit's largest slice, as the search has them; bytes are the piece's own."""
+        piece, first = issue.piece, self.pieces[issue.piece.index][0]
+        own, priced = (
+            unit_work(unit, Option(piece.mode), self.layout.places[piece.index], self.training, self.cluster)
+            for unit in (piece.unit, first.unit)
         )
-        if backward:
-            for unit in units:
-                index = self.number[id(unit)]
-                once = self.options[index].reduce_once
-                self.collectives(self.work[index].reduce, unit, phase_name, name, once=once, after=(computed,))
+        pairs = zip(getattr(own, issue.what), getattr(priced, issue.what), strict=True)
+        return [most._replace(nbytes=each.nbytes, copied_bytes=each.copied_bytes) for each, most in pairs]
+
+    def copy(self, copied: _Copied, after: tuple[int, ...]) -> int:
+        name, phase_name, stage, work, once, _ = copied
+        details = {"nbytes": work.copied_bytes, "once": once, "after": after}
+        return self.add("copy", name, phase_name, stage, work.copy_seconds, **details)
+
+    def compute(self, visit: int) -> int:
+        """The kernels of a visit, after the copies out of what was gathered for it so far."""
+        ready: list[int] = []
+        for copied, after in self.pending:
+            if copied.visit <= visit:
+                ready += [*after, self.copy(copied, after)]
+        self.pending = [(copied, after) for copied, after in self.pending if copied.visit > visit]
+        stages = len(self.layout.shaped)
+        backward = visit >= stages
+        shaped = self.layout.shaped[2 * stages - 1 - visit if backward else visit]
+        work = compute_time(shaped.trace, self.cluster, self.training, backward=backward)
+        name, phase_name = shaped.stage.name, BACKWARD if backward else FORWARD
+        details = {"flops": work.flops_at(self.batch), "after": tuple(ready)}
+        return self.add(COMPUTE, name, phase_name, name, work.at(self.batch), **details)
+
+    def visit(self, visit: int, issues: Sequence[Issue]) -> None:
+        """What a visit issues, and its kernels: after its gathers, before its first reduction."""
+        computed: int | None = None
+        for issue in issues:
+            if issue.what == REDUCE and computed is None:
+                computed = self.compute(visit)
+            self.issued(issue, computed if issue.what == REDUCE else None)
+        if computed is None:
+            self.compute(visit)
+
+    def finish(self) -> None:
+        for copied, after in self.pending:
+            self.copy(copied, after)
+        stepped = sum(work.step_bytes for work in self.work)
+        seconds = sum(work.step_seconds for work in self.work)
+        ends = tuple(self.last.values())
+        self.add(OPTIMIZER, self.training.optimizer.name, OPTIMIZER, OPTIMIZER, seconds, nbytes=stepped, after=ends)
 
 
 def step_graph(
@@ -208,14 +266,12 @@ def step_graph(
 ) -> StepGraph:
     """The graph of a step in which the layout's units take these options."""
     builder = _Builder(layout, options, batch, training, cluster)
-    for shaped in layout.shaped:
-        builder.visit(shaped, FORWARD)
-    for shaped in reversed(layout.shaped):
-        builder.visit(shaped, BACKWARD)
-    stepped = sum(work.step_bytes for work in builder.work)
-    seconds = sum(work.step_seconds for work in builder.work)
-    ends = tuple(builder.last.values())
-    builder.add(OPTIMIZER, training.optimizer.name, OPTIMIZER, OPTIMIZER, seconds, nbytes=stepped, after=ends)
+    visits: list[list[Issue]] = [[] for _ in range(2 * len(layout.shaped))]
+    for issue in issue_order(layout, options):
+        visits[issue.visit].append(issue)
+    for visit, issues in enumerate(visits):
+        builder.visit(visit, issues)
+    builder.finish()
     return StepGraph(layout, tuple(options), batch, training, cluster, tuple(builder.nodes))
 
 

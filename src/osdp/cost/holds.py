@@ -119,7 +119,7 @@ def _held(
         if training.accumulation > 1 and option.reduce_once:
             width = training.reduce_bytes if training.precision.compute_bytes != training.reduce_bytes else compute
             unreduced = sum(numel for _, numel in sizes.gradients) * width
-            holds.append(Hold(GRADIENTS, count * unreduced, START, END))
+            holds.append(Hold(GRADIENTS, count * unreduced, START, places.finish))
     if places.leave is None or places.leave_again is None or places.enter_again is None:
         return holds
     if is_kept(mode):
@@ -244,12 +244,14 @@ def _reduction(
             holds.append(Hold(BUFFERS, room * reduce, begin, ended))
         else:  # it is free again when the result is cast
             holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
+    # FSDP2's own all-reduce holds its buffer through backward
+    lasting = mode in (REPLICATE, *IN_NODE) and not cluster.device.is_cpu
     if reduce != master:
-        # FSDP2's own all-reduce holds its buffer through backward
-        lasting = mode in (REPLICATE, *IN_NODE) and not cluster.device.is_cpu
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
-    if training.accumulation > 1:  # the new result is added to the old one
+    if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
         added = ended if under_way else leave.next().next()
+        if (lasting and reduce == master and not option.reduce_once) or (under_way and mode == REPLICATE):
+            added = places.finish  # carried, it waits behind reductions that hold buffers: at most until backward ends
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
 

@@ -28,7 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceScatter
+from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from osdp.runtime.courier import Courier, Delivery, Reductions
+from osdp.runtime.record import issue
 
 PIECES = 2  # of a part on its way; see [Note: Ring]
 
@@ -145,6 +147,7 @@ def _is_cast(reduced: Tensor, unit: FSDPParamGroup) -> bool:
 
 def _gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's part in every rank's output; see [Note: Ring]."""
+    issue(ALL_GATHER, group, output)
     if dist.get_backend(group) != dist.Backend.GLOO:
         dist.all_gather_single(output, part, group)
         return
@@ -176,6 +179,7 @@ def _gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Gro
 
 def _scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
     """See [Note: Reduce-scatter] and [Note: Ring]; `whole` is used up."""
+    issue(REDUCE_SCATTER, group, whole)
     if dist.get_backend(group) != dist.Backend.GLOO:
         dist.reduce_scatter_single(output, whole, group=group)
         return
@@ -223,5 +227,6 @@ def _scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: 
 
 
 def _average(tensor: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+    issue(ALL_REDUCE, group, tensor)
     dist.all_reduce(tensor, group=group)
     tensor.div_(ranks)

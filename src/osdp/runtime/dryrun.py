@@ -1,12 +1,16 @@
 """Runs a plan's training step with the real FSDP2 in one process: fake tensors, a fake process group, any world size.
 
-What it records is the truth that the planner's timeline is tested against: the bytes alive at every allocation.
+What it records is the truth that the planner's timeline and graph are compared with: the bytes alive at every
+allocation, what they are (see [Note: Whose] in osdp.runtime.parts), and the collectives as they are issued.
 """
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +18,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode, fake_store, tree_leaves, tree_map_only
+from osdp.cost.holds import CONSTANTS, GRADIENTS, PARAMETERS, STATES
+from osdp.cost.issue import Issued
 from osdp.model.fake import fake_copy
-from osdp.model.trace import Hooks, RawTrace, Recorder
+from osdp.model.trace import Hooks, RawTrace
 from osdp.planfile import Plan
+from osdp.runtime.accumulate import accumulate
 from osdp.runtime.apply import parallelize
 from osdp.runtime.local import local_tensor
+from osdp.runtime.parts import PartRecorder
+from osdp.runtime.record import recording
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+InputsOf = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+Watched = Callable[[nn.Module], dict[str, nn.Module]]
+MOST_MICRO_BATCHES = 3  # the first, the last, and one for all between them, which repeat each other
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One training step: its trace, the collectives issued, and the bytes of every part where most are alive."""
+
+    trace: RawTrace
+    issued: tuple[Issued, ...]
+    peak_parts: dict[str, int]
+    micro_batches: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.trace.live)
 
 
 @contextmanager
@@ -35,16 +61,16 @@ def fake_world(size: int) -> Iterator[None]:
 
 def dry_run(
     build: Callable[[], nn.Module],
-    inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
+    inputs: InputsOf,
     plan: Plan,
     *,
     loss: Callable[[Any], Tensor],
-    watched: Callable[[nn.Module], dict[str, nn.Module]],
+    watched: Watched,
     optimizer: OptimizerOf,
-) -> RawTrace:
+) -> DryRun:
     """The second training step of a plan, recorded: by then the optimizer's states exist."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake_world(plan.cluster.world_size):
+    with fake_world(plan.cluster.world_size), _undisturbed():
         with torch.device("meta"):
             model = build()
         with mode:
@@ -52,58 +78,73 @@ def dry_run(
         # outside the mode: device meshes hold real tensors
         parallelize(model, plan, carried=plan.cluster.device.is_cpu)
         with mode:
-            return _second_step(model, inputs, plan, loss, watched, optimizer)
+            return _Step(model, inputs, plan, loss, watched, optimizer).second()
 
 
-def _second_step(
-    model: nn.Module,
-    inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]],
-    plan: Plan,
-    loss: Callable[[Any], Tensor],
-    watched: Callable[[nn.Module], dict[str, nn.Module]],
-    optimizer: OptimizerOf,
-) -> RawTrace:
-    stepper = optimizer(list(model.parameters()))
-    args, kwargs = tree_map_only(Tensor, _fake, inputs(plan.batch_size))
-    loss(model(*args, **kwargs)).backward()
-    stepper.step()
-    stepper.zero_grad()
-    return _recorded_step(model, args, kwargs, plan, loss, watched(model), stepper)
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without FSDP2's word to who edits outputs in place, and with garbage looked for only among what is new."""
+    gc.freeze()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+            yield
+    finally:
+        gc.unfreeze()
 
 
-def _recorded_step(
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    plan: Plan,
-    loss: Callable[[Any], Tensor],
-    watched: dict[str, nn.Module],
-    stepper: torch.optim.Optimizer,
-) -> RawTrace:
-    recorder = Recorder(set())
-    recorder.hold([local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())])
-    recorder.hold(
-        [local_tensor(t) for state in stepper.state.values() for t in state.values() if isinstance(t, Tensor)]
-    )
-    recorder.hold([t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
-    trace = recorder.trace
-    with recorder, recorder.following_resizes():
-        for _ in range(plan.accumulation):
-            hooks = Hooks(recorder, watched)
-            recorder.mark("begin", "")
-            scalar = loss(model(*args, **kwargs))
-            trace.backward_mark = len(trace.marks)
-            recorder.mark("turn", "")
-            hooks.in_backward = True
-            scalar.backward()
-            del scalar
-            recorder.mark("end", "")
-            hooks.remove()
-        recorder.mark("optimizer", "")
-        stepper.step()
-        stepper.zero_grad()
-    trace.end_live = recorder.live
-    return trace
+class _Step:
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: InputsOf,
+        plan: Plan,
+        loss: Callable[[Any], Tensor],
+        watched: Watched,
+        optimizer: OptimizerOf,
+    ) -> None:
+        self.model, self.plan, self.loss = model, plan, loss
+        self.watched = watched(model)
+        self.args, self.kwargs = tree_map_only(Tensor, _fake, inputs(plan.batch_size))
+        self.optimizer = optimizer(list(model.parameters()))
+
+    def second(self) -> DryRun:
+        self.loss(self.model(*self.args, **self.kwargs)).backward()  # one micro-batch suffices for the first
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with recording(self.plan.cluster.devices_per_node) as issued:
+            recorder = PartRecorder(None if self.plan.cluster.device.is_cpu else issued)
+            self._hold(recorder)
+            count = min(self.plan.accumulation, MOST_MICRO_BATCHES)
+            with recorder, recorder.following_resizes():
+                for _ in accumulate(self.model, range(count)):
+                    self._micro_batch(recorder)
+                recorder.mark("optimizer", "")
+                recorder.name(GRADIENTS, [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None])
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        recorder.trace.end_live = recorder.live
+        return DryRun(recorder.trace, tuple(issued.issued), recorder.parts_at_peak(), count)
+
+    def _hold(self, recorder: PartRecorder) -> None:
+        """What is there before the step."""
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        inputs = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        recorder.hold_as(PARAMETERS, [local_tensor(parameter) for parameter in self.model.parameters()])
+        recorder.hold_as(STATES, [local_tensor(state) for state in states])
+        recorder.hold_as(CONSTANTS, [*(local_tensor(buffer) for buffer in self.model.buffers()), *inputs])
+
+    def _micro_batch(self, recorder: PartRecorder) -> None:
+        hooks = Hooks(recorder, self.watched)
+        recorder.mark("begin", "")
+        scalar = self.loss(self.model(*self.args, **self.kwargs))
+        recorder.trace.backward_mark = len(recorder.trace.marks)
+        recorder.mark("turn", "")
+        hooks.in_backward = True
+        scalar.backward()
+        del scalar
+        recorder.mark("end", "")
+        hooks.remove()
 
 
 def _fake(tensor: Tensor) -> Tensor:

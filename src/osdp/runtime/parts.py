@@ -1,0 +1,129 @@
+"""What the bytes of a real step are: the recorder of a dry run, which also knows whose every allocation is.
+
+[Note: Whose]
+Parameters, optimizer states, buffers and inputs are there before the step. What FSDP2 or the runtime allocates is told
+by the code that asks for it: a parameter's gathered copy, or a buffer of a collective. A gradient is known when it is
+copied into its reduction, added to an earlier one, or named by a parameter in the end; then all of its life counts as
+such. The rest are activations and temporaries of kernels, which only their use would tell apart: they are one part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from osdp._torch import tree_leaves
+from osdp.cost.holds import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
+from osdp.model.trace import Recorder
+from osdp.runtime.record import Recording
+
+ACTIVATIONS = f"{SAVED} and {TEMPORARIES}"
+
+# Whoever asks for memory: the end of its file's name, and the part.
+_ASKERS = (
+    ("_fully_shard/_fsdp_collectives.py", BUFFERS),
+    ("osdp/runtime/collectives.py", BUFFERS),
+    ("_fully_shard/_fsdp_param.py", GATHERED),
+    ("osdp/_torch/fsdp.py", GATHERED),
+)
+_CAST = "all_gather_inputs"  # of FSDP2's parameter: what is cast to be sent is a buffer
+_FRAMES = 12  # from the allocation up to FSDP2 there are fewer
+
+
+class PartRecorder(Recorder):
+    """Follows every storage from its allocation to its end; `issued` records the collectives that it sees."""
+
+    def __init__(self, issued: Recording | None) -> None:
+        super().__init__(set())
+        self._issued = issued
+        self._part: list[str] = []  # of every storage that ever was, by its number
+        self._number: dict[int, int] = {}  # a living storage's number
+        self._changes: list[tuple[int, int, int]] = []  # the kernel before which bytes changed, a number, by how many
+        self._asked = ACTIVATIONS
+
+    def hold_as(self, part: str, tensors: Sequence[Tensor]) -> None:
+        self._asked = part
+        self.hold(tensors)
+        self._asked = ACTIVATIONS
+
+    def name(self, part: str, tensors: Sequence[Tensor]) -> None:
+        """Says what storages are, and have been since they were allocated."""
+        for tensor in tensors:
+            number = self._number.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self._part[number] = part
+
+    def parts_at_peak(self) -> dict[str, int]:
+        """The bytes of every part at the allocation with which most are alive."""
+        peak = self.trace.live.index(max(self.trace.live))
+        parts: dict[str, int] = {}
+        for kernel, number, nbytes in self._changes:
+            if kernel > peak:
+                break
+            parts[self._part[number]] = parts.get(self._part[number], 0) + nbytes
+        return {part: nbytes for part, nbytes in parts.items() if nbytes}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace = func.namespace
+        if namespace == "c10d" and self._issued is not None:
+            self._issued.seen(func, args)
+        elif namespace == "fsdp" and func._opname == "chunk_cat":
+            self.name(GRADIENTS, args[0])
+        elif namespace == "fsdp" and func._opname == "split_with_sizes_copy":
+            self.name(GATHERED, kwargs["out"])
+        elif func is torch.ops.aten.add_.Tensor and _asker() == GATHERED:  # a micro-batch's gradient to the earlier one
+            self.name(GRADIENTS, [t for t in tree_leaves(args) if isinstance(t, Tensor)])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _hold(self, tensor: Tensor) -> bool:
+        fresh = super()._hold(tensor)
+        if fresh:
+            key = self._key(tensor)
+            self._number[key] = len(self._part)
+            self._part.append(self._asked if self._asked != ACTIVATIONS else _asker())
+            self._changes.append((len(self.trace.live), self._number[key], self._alive[key][1]))
+        return fresh
+
+    @staticmethod
+    def _key(tensor: Tensor) -> int:
+        local = getattr(tensor, "_local_tensor", tensor)
+        return local.untyped_storage()._cdata
+
+    def _freed(self, key: int, _: object) -> None:
+        entry = self._alive.get(key)
+        if entry is not None:
+            self._changes.append((len(self.trace.live), self._number.pop(key), -entry[1]))
+        super()._freed(key, _)
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        with super().following_resizes():
+            counted = torch.UntypedStorage.resize_
+
+            def known(storage: torch.UntypedStorage, size: int) -> Any:
+                number = self._number.get(storage._cdata)
+                if number is not None:
+                    self._changes.append((len(self.trace.live), number, size - storage.nbytes()))
+                return counted(storage, size)
+
+            torch.UntypedStorage.resize_ = known  # type: ignore[method-assign]
+            yield
+
+
+def _asker() -> str:
+    """The part of what is being allocated: who asks for it is a few frames up."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        name = frame.f_code.co_filename
+        for ending, part in _ASKERS:
+            if name.endswith(ending):
+                return BUFFERS if frame.f_code.co_name == _CAST else part
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ACTIVATIONS

@@ -1,0 +1,50 @@
+"""Claim: on real gloo ranks, every rank issues the collectives of the planned graph, in order and to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from odd_models import Model, built, data, odd_graph
+from planned import plan_by_hand
+from ranks import run_ranks
+
+import osdp
+from osdp.cost.graph import step_graph_of
+from osdp.cost.issue import Issued
+from osdp.cost.units import OPERATORS, WHOLE
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.runtime.record import recording
+
+EVERY_MODE = (FREE, KEEP, REPLICATE, FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE)
+PLANS: tuple[dict[str, Any], ...] = (
+    {"granularity": WHOLE, "precision": "bf16"},
+    {"granularity": OPERATORS, "recompute": (True, False)},
+    {"granularity": OPERATORS, "splits": ((3, 2), (2, 2), (4, 1))},
+    {"granularity": WHOLE, "accumulation": 3, "reduce_once": (True, False)},
+)
+
+
+def issued(plans: list[Plan]) -> list[list[Issued]]:
+    """What this rank issues in one training step of each plan."""
+    found = []
+    for plan in plans:
+        model = osdp.parallelize(built(Model), plan)
+        batch = data(2, seed=0)
+        with recording(plan.cluster.devices_per_node) as step:
+            for tokens, targets in osdp.accumulate(model, [batch] * plan.accumulation):
+                model(tokens, targets).backward()
+        found.append(step.issued)
+    return found
+
+
+@pytest.mark.parametrize("world", ["2x2", "3"])
+def test_every_rank_issues_what_is_planned(world: str) -> None:
+    modes = EVERY_MODE if world == "2x2" else (FREE, KEEP, REPLICATE)
+    plans = [plan_by_hand(odd_graph(Model), world, modes=modes, **changes) for changes in PLANS]
+    graphs = [step_graph_of(plan, odd_graph(Model)) for plan in plans]
+    assert graphs[0].cluster.exchanges_on_two_levels == (world == "2x2")
+    for rank, steps in enumerate(run_ranks(plans[0].cluster.world_size, issued, plans)):
+        for graph, found in zip(graphs, steps, strict=True):
+            assert found == [each.issued for each in graph.collectives()], rank
+            assert found

@@ -1,0 +1,221 @@
+"""Claims: `osdp verify` finds a plan's peak and collectives equal to those of the real runtime, and says where not.
+
+- The collectives of a dry run are those of the planned graph, in order and to the byte, on both engines.
+- The peak is equal to the byte, and so is every part of it; with reductions once a step it is never too low.
+- A plan, or a graph, that was tampered with does not agree.
+- A search under a wrong cost model is corrected by dry runs until what it finds fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from odd_models import Model, data, odd_graph
+from planned import plan_by_hand
+from small_models import captured, source
+from torch import Tensor
+
+from osdp.cli.main import main
+from osdp.cluster import Cluster
+from osdp.cost.graph import Planned, StepGraph, step_graph_of
+from osdp.cost.units import OPERATORS
+from osdp.errors import UsageError
+from osdp.model.capture import scaled_inputs
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.verify import Verification, plan_verified, tallied, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor.*")
+
+EVERY_MODE = (FREE, KEEP, REPLICATE, FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE)
+STOCK, CARRIED = "A100-80GB", "CPU"
+SCALARS = 8  # the loss and its gradient
+
+
+def planned(model: str, world: str, device: str, **changes: Any) -> tuple[Plan, StepGraph]:
+    """A plan by hand with the prediction that its graph gives."""
+    plan = replace(plan_by_hand(model, world, **changes), cluster=Cluster.parse(f"{world}x{device}"))
+    graph = step_graph_of(plan, captured(model, "bf16" if plan.precision != "fp32" else "fp32"))
+    peak = graph.timeline().peak
+    predicted = replace(plan.predicted, peak_bytes=peak.nbytes, peak_at=str(peak), memory_parts=peak.parts)
+    return replace(plan, predicted=predicted), graph
+
+
+def verified(model: str, plan: Plan) -> Verification:
+    ours = source(model)
+    graph = captured(model, "bf16" if plan.precision != "fp32" else "fp32")
+    return verify(plan, graph, build=ours.build_on_meta, inputs=ours.inputs, loss=ours.loss)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    world: str
+    device: str
+    changes: dict[str, Any]
+    exact: bool = True  # the peak is equal, else it may be too high
+
+    def __str__(self) -> str:
+        return "-".join([self.model, self.world, self.device, *self.changes])
+
+
+ONCE = {"accumulation": 2, "reduce_once": (True, False)}
+CASES = [
+    Case("gpt", "2x2", STOCK, {"modes": EVERY_MODE, "granularity": OPERATORS, "recompute": (True, False)}),
+    Case("gpt", "2x2", STOCK, {"modes": EVERY_MODE, "accumulation": 4}),
+    Case("gpt", "4", STOCK, {"modes": (FREE, KEEP, REPLICATE), **ONCE}, exact=False),
+    Case("gpt", "2x2", CARRIED, {"modes": EVERY_MODE, "precision": "bf16"}),
+    Case("gpt", "2x2", CARRIED, {"modes": EVERY_MODE, "granularity": OPERATORS, "recompute": (True,)}),
+    Case("gpt-uneven", "3", CARRIED, {"modes": (FREE, KEEP, REPLICATE)}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_dry_run_is_what_was_planned(case: Case) -> None:
+    plan, graph = planned(case.model, case.world, case.device, **case.changes)
+    found = verified(case.model, plan)
+    assert found.first_difference is None
+    assert len(found.issued) == len(graph.collectives(found.micro_batches)) > 0
+    off = found.predicted_peak_bytes - found.measured_peak_bytes
+    assert -SCALARS <= off <= (SCALARS if case.exact else 0.05 * found.measured_peak_bytes)
+    assert sum(found.measured_parts.values()) == found.measured_peak_bytes
+    if case.exact:
+        assert all(
+            abs(nbytes - found.measured_parts[part]) <= SCALARS for part, nbytes in found.predicted_parts.items()
+        )
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "recompute"),
+    [("2x2", STOCK, (True, False)), ("3", CARRIED, (False,))],
+)
+def test_slices_are_gathered_one_by_one_in_their_own_sizes(
+    world: str, device: str, recompute: tuple[bool, ...]
+) -> None:
+    """Three slices of 16 columns are 6, 5 and 5."""
+    splits = ((3, 2), (2, 2), (4, 1))
+    modes = EVERY_MODE if world == "2x2" else (FREE, KEEP)
+    shape = {"granularity": OPERATORS, "splits": splits, "recompute": recompute}
+    plan = replace(
+        plan_by_hand(odd_graph(Model), world, modes=modes, **shape), cluster=Cluster.parse(f"{world}x{device}")
+    )
+    found = verify(plan, odd_graph(Model), build=Model, inputs=scaled_inputs(data(2, seed=0)))
+    assert any(unit.splits == 3 for unit in plan.units)
+    assert found.first_difference is None
+
+
+def test_a_tampered_graph_does_not_match() -> None:
+    plan, _ = planned("gpt", "2x2", STOCK, modes=EVERY_MODE)
+    found = verified("gpt", plan)
+    assert found.ok
+    swapped = (found.planned[1], found.planned[0], *found.planned[2:])
+    assert swapped[0] != swapped[1]
+    first = found.planned[0]
+    for wrong, words in (
+        (swapped, "collective 1 is planned as"),
+        ((first._replace(nbytes=first.nbytes + 2), *found.planned[1:]), "collective 1 is planned as"),
+        (found.planned[:-1], "and not planned"),
+        ((*found.planned, Planned("all_gather", "world", 2, "more")), "and never issued"),
+    ):
+        tampered = replace(found, planned=wrong)
+        assert not tampered.collectives_match and not tampered.ok
+        assert words in (tampered.first_difference or "")
+        assert tampered.to_dict()["collectives_match"] is False
+
+
+def test_a_plan_whose_modes_were_changed_does_not_agree_with_its_claims() -> None:
+    plan, _ = planned("gpt", "2x2", STOCK, modes=(FREE,), precision="bf16")
+    changed = replace(plan, units=tuple(replace(unit, mode=REPLICATE) for unit in plan.units))
+    found = verified("gpt", changed)
+    assert found.error < -0.5 and not found.peak_matches and found.collectives_match
+
+
+def test_collectives_are_tallied_by_kind_and_group() -> None:
+    _, graph = planned("gpt", "2x2", STOCK, modes=(KEEP_IN_NODE,))
+    tallies = tallied([each.issued for each in graph.collectives()])
+    assert [(tally.kind, tally.group) for tally in tallies] == [
+        ("all_gather", "node"),
+        ("reduce_scatter", "node"),
+        ("all_reduce", "across"),
+    ]
+    assert tallies[1].nbytes == 2 * tallies[2].nbytes  # each of two ranks has half of what the node scatters
+
+
+# ---- searching again
+
+
+def searched(wrong_by: int) -> tuple[Callable[[Cluster], Plan], Callable[[Plan], Verification], list[int]]:
+    """A search that fills its limit, under a model that is `wrong_by` bytes too low; and the limits given to it."""
+    plan, _ = planned("gpt", "2x2", STOCK, modes=(FREE,))
+    truth = Verification(1, 1, "", "", {}, {}, (), (), 1)
+    limits: list[int] = []
+
+    def search(cluster: Cluster) -> Plan:
+        limits.append(cluster.limit_bytes)
+        return replace(
+            plan,
+            cluster=cluster,
+            batch_size=len(limits),
+            predicted=replace(plan.predicted, peak_bytes=cluster.limit_bytes, samples_per_second=cluster.limit_bytes),
+        )
+
+    def check(found: Plan) -> Verification:
+        peak = found.predicted.peak_bytes
+        return replace(truth, predicted_peak_bytes=peak, measured_peak_bytes=peak + wrong_by)
+
+    return search, check, limits
+
+
+@pytest.mark.parametrize("wrong_by", [3 << 30, -(3 << 30), 0])
+def test_the_limit_is_corrected_until_the_truth_fits(wrong_by: int) -> None:
+    cluster = Cluster.parse("2x2xA100-80GB")
+    search, check, limits = searched(wrong_by)
+    found = plan_verified(cluster, search, check)
+    assert found.cluster == cluster
+    assert 0 <= cluster.limit_bytes - found.predicted.peak_bytes <= 8
+    assert limits[0] == cluster.limit_bytes
+    assert len(limits) == (1 if wrong_by == 0 else 2) or wrong_by < 0
+    assert found.predicted.limit_bytes in (0, cluster.limit_bytes)
+
+
+def test_a_truth_that_never_fits_is_said() -> None:
+    search, _, _ = searched(0)
+    above = Verification(1, 1 << 40, "", "", {}, {}, (), (), 1)
+    with pytest.raises(UsageError, match="still exceeds"):
+        plan_verified(
+            Cluster.parse("4xA100-80GB"), search, lambda plan: replace(above, predicted_peak_bytes=(1 << 40) - 1)
+        )
+
+
+# ---- the command
+
+
+def small_model() -> tuple[Model, tuple[Tensor, Tensor]]:
+    return Model(), data(2, seed=0)
+
+
+def test_the_command_verifies_what_plan_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    model = f"{__name__}:small_model"
+    arguments = ["plan", model, "--cluster", "2x2xA100-40GB", "--batch", "2", "-o", str(file), "--quiet"]
+    assert main([*arguments, "--verify"]) == 0
+    assert "verified: a dry run of this plan peaks at" in capsys.readouterr().out
+    assert main(["verify", str(file), "--json"]) == 0
+    out, progress = capsys.readouterr()
+    document = json.loads(out)
+    assert document["collectives_match"] and document["ok"]
+    assert abs(document["predicted_peak_bytes"] - document["measured_peak_bytes"]) <= SCALARS
+    assert document["collectives"]["planned"] == document["collectives"]["issued"] != []
+    assert document["memory_parts"]["measured"].keys() == document["memory_parts"]["predicted"].keys()
+    assert "rank 0 of 4" in progress
+
+    plan = Plan.load(file)
+    replace(plan, predicted=replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes * 9 // 10)).save(file)
+    assert main(["verify", str(file), "--quiet"]) == 1
+    page, error = capsys.readouterr()
+    assert "DIFFERS  peak memory" in page and "agrees  collectives" in page
+    assert "plan again" in error
