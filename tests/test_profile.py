@@ -29,12 +29,11 @@ from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, load_model
 from osdp.profiling.bench import Bench
+from osdp.profiling.busy import solve as solve_busy
 from osdp.profiling.collectives import groups_of
 from osdp.profiling.exchange import solve as solve_exchange
 from osdp.profiling.fit import Point, fit, settled
-from osdp.profiling.overlap import solve as solve_overlap
 from osdp.profiling.stages import rising, time_stages
-from osdp.search.problem import phase
 from osdp.training.errand import Errand
 from osdp.training.world import started
 
@@ -85,9 +84,14 @@ def test_outliers_are_timed_again() -> None:
     assert again == [65536]  # not when time is up
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
-def test_overlap_is_what_the_model_of_a_phase_means_by_it(overlap: float) -> None:
-    assert solve_overlap(0.02, 0.03, phase(0.02, 0.03, overlap)) == pytest.approx(overlap)
+@pytest.mark.parametrize(("seconds", "fraction"), [(0.0, 0.0), (0.002, 0.3), (0.0, 1.2)])
+def test_busy_is_read_off_two_sizes(seconds: float, fraction: float) -> None:
+    small, large = ((alone, seconds + fraction * alone) for alone in (0.001, 0.03))
+    assert solve_busy(small, large) == pytest.approx((seconds, fraction))
+
+
+def test_busy_is_never_less_than_nothing() -> None:
+    assert solve_busy((0.001, 0.004), (0.03, 0.002)) == pytest.approx((0.003, 0.0))
 
 
 def test_the_hosts_time_makes_the_predicted_step_the_measured_one() -> None:
@@ -171,7 +175,10 @@ def test_a_plan_with_a_profile_predicts_what_was_timed(tmp_path: Path) -> None:
     assert cluster.to_dict() == document["cluster"] and cluster.word == "2xCPU"
     assert [(each.kind, each.group) for each in cluster.measured] == [(kind, "world") for kind in KINDS]
     assert {each.name for each in cluster.optimizers} == set(OPTIMIZERS)
-    assert 0 <= cluster.overlap <= 1 and cluster.device.matmul_efficiency == 1.0
+    assert (
+        all(each.busy_seconds >= 0 and 0 <= each.busy_fraction <= 1.5 for each in cluster.measured)
+        and cluster.device.matmul_efficiency == 1.0
+    )
 
     graph = _graph(load_model("tiny_lm:build"))
     plan = plan_graph(graph, cluster, Training.of("fp32", "sgd"), Rules(recompute=False), batch=2)

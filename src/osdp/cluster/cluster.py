@@ -219,6 +219,14 @@ class Cluster:
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
 
+    def busy_seconds(self, kind: str, group: str, total_bytes: float) -> float:
+        """What one collective takes from the computation that it runs beside; nothing where none was measured."""
+        measured = self._measured(kind, group)
+        if measured is None or self.group_size(group) == 1:
+            return 0.0
+        seconds = self.collective_seconds(kind, group, total_bytes) if measured.busy_fraction else 0.0
+        return measured.busy_seconds + measured.busy_fraction * seconds
+
     def timed_stage(self, signature: str) -> TimedStage | None:
         """The stage with these kernels, where a profile timed it."""
         return next((each for each in self.stages if each.signature == signature), None)

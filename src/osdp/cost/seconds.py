@@ -139,6 +139,8 @@ def _collective(
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
     beside = cluster.device.memory_seconds(copied) + (0.0 if follows else launch + cluster.exchange_seconds)
+    if cluster.overlap:  # else it runs alone
+        beside += cluster.overlap * cluster.busy_seconds(kind, group, nbytes)
     return Collective(kind, group, nbytes, seconds + launch, copied, beside)
 
 

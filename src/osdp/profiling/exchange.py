@@ -66,7 +66,7 @@ class _Stack(nn.Module):
 
 
 def time_exchange(bench: Bench, cluster: Cluster, *, within: float) -> Exchange:
-    """See [Note: Exchange]; `cluster` has the collectives and the overlap as fitted."""
+    """See [Note: Exchange]; `cluster` has the collectives as fitted."""
     source = ModelSource("a stack", _Stack, _inputs, output_loss, None, None, None, "")
     graph = capture(source.build_on_meta(), _inputs, name="a stack", compute_dtype="fp32")
     memory = cluster.limit_bytes

@@ -14,12 +14,12 @@ import torch
 from osdp.cluster import Cluster, Device
 from osdp.cost.training import PRECISIONS
 from osdp.profiling.bench import SPREAD, Bench
+from osdp.profiling.busy import with_busy
 from osdp.profiling.collectives import Carrier, TimedCollective, time_collectives
 from osdp.profiling.compute import Rate, kernel_seconds, memory_rate, product_rates
 from osdp.profiling.exchange import Exchange, time_exchange
 from osdp.profiling.machine import Machine, look_around
 from osdp.profiling.optimizer import FittedOptimizer, time_optimizers
-from osdp.profiling.overlap import Overlap, time_overlap
 from osdp.profiling.stages import TimedStages, time_stages
 from osdp.training.errand import Errand
 from osdp.training.world import World, started
@@ -27,7 +27,7 @@ from osdp.training.world import World, started
 if TYPE_CHECKING:
     from osdp.model.source import ModelSource
 
-_SHARES = {"device": 0.2, "collectives": 0.3, "overlap": 0.1, "exchange": 0.05, "optimizer": 0.15, "stages": 0.2}
+_SHARES = {"device": 0.2, "collectives": 0.3, "busy": 0.15, "exchange": 0.05, "optimizer": 0.15, "stages": 0.2}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class Profile:
     catalogue: Device | None
     rates: tuple[Rate, ...]
     collectives: tuple[TimedCollective, ...]
-    overlap: Overlap | None
     exchange: Exchange | None
     optimizers: tuple[FittedOptimizer, ...]
     stages: TimedStages | None
@@ -74,7 +73,6 @@ class Profile:
                 {"what": r.what, "dtype": r.dtype, "per_second": r.per_second, **r.fit.to_dict()} for r in self.rates
             ],
             "collectives": [{**c.measured.to_dict(), **c.fit.to_dict()} for c in self.collectives],
-            "overlap": None if self.overlap is None else dataclasses.asdict(self.overlap),
             "exchange": None if self.exchange is None else dataclasses.asdict(self.exchange),
             "optimizers": [{**o.timed.to_dict(), **o.fit.to_dict()} for o in self.optimizers],
             "stages": None
@@ -113,14 +111,13 @@ class _Run:
         cluster = replace(machine.cluster, device=device)
         carrier = Carrier(cluster, world.device)
         collectives: list[TimedCollective] = []
-        overlap, exchange = None, None
+        exchange = None
         if world.size > 1:
             share = bench.begin("collectives", f"collectives between {world.size} ranks")
             collectives = time_collectives(bench, carrier, cluster, within=share)
-            share = bench.begin("overlap", "compute and communication at once")
-            overlap = time_overlap(bench, carrier, collectives, within=share)
-            measured = tuple(each.measured for each in collectives)
-            cluster = replace(cluster, measured=measured, overlap=overlap.value)
+            share = bench.begin("busy", "compute and communication at once")
+            collectives = with_busy(bench, carrier, collectives, within=share)
+            cluster = replace(cluster, measured=tuple(each.measured for each in collectives))
             share = bench.begin("exchange", "the engine, on a stack of tiny blocks")
             exchange = time_exchange(bench, cluster, within=share)
             cluster = replace(cluster, exchange_seconds=exchange.seconds)
@@ -140,7 +137,6 @@ class _Run:
             catalogue=machine.catalogue,
             rates=tuple(rates),
             collectives=tuple(collectives),
-            overlap=overlap,
             exchange=exchange,
             optimizers=tuple(optimizers),
             stages=stages,

@@ -33,6 +33,7 @@ class CollectiveRow(NamedTuple):
     group: str
     latency_seconds: float
     bytes_per_second: float
+    busy_seconds: float  # of 1 MiB
     catalogue_seconds: float  # of 1 MiB
     measured_seconds: float
     median_error: float
@@ -54,8 +55,6 @@ class ProfilePage:
     seconds: float
     figures: tuple[FigureRow, ...]
     collectives: tuple[CollectiveRow, ...]
-    overlap: float | None
-    overlap_range: tuple[float, float]
     exchange_seconds: float
     optimizers: tuple[OptimizerRow, ...]
     model: str | None
@@ -67,14 +66,11 @@ SIZE = 1 << 20
 
 
 def profile_page(profile: Profile) -> ProfilePage:
-    overlap = profile.overlap
     return ProfilePage(
         cluster=profile.cluster.word,
         seconds=profile.seconds,
         figures=tuple(_figures(profile)),
         collectives=tuple(_collectives(profile)),
-        overlap=None if overlap is None else overlap.value,
-        overlap_range=(min(overlap.rounds), max(overlap.rounds)) if overlap else (0.0, 0.0),
         exchange_seconds=profile.cluster.exchange_seconds,
         optimizers=tuple(
             OptimizerRow(each.timed.name, each.timed.tensor_seconds, each.timed.byte_seconds, *_errors(each.fit))
@@ -116,6 +112,7 @@ def _collectives(profile: Profile) -> list[CollectiveRow]:
                 group,
                 each.measured.latency_seconds,
                 each.measured.bytes_per_second,
+                cluster.busy_seconds(kind, group, SIZE),
                 expected.collective_seconds(kind, group, SIZE),
                 cluster.collective_seconds(kind, group, SIZE),
                 *_errors(each.fit),
@@ -166,12 +163,13 @@ def _print_figures(page: ProfilePage, out: Console) -> None:
 def _print_collectives(page: ProfilePage, out: Console) -> None:
     _heading(out, "Collectives")
     table = _table(
-        *(("", "left"), ("group", "left"), ("latency", "right"), ("MB/s", "right")),
+        *(("", "left"), ("group", "left"), ("latency", "right"), ("MB/s", "right"), ("busy", "right")),
         *(("1 MiB", "right"), ("catalogue", "right"), ("error", "right"), ("worst", "right")),
     )
     for row in page.collectives:
         table.add_row(
             *(row.kind, row.group, format_seconds(row.latency_seconds), format_rate(row.bytes_per_second / 1e6)),
+            format_seconds(row.busy_seconds),
             *(format_seconds(row.measured_seconds), format_seconds(row.catalogue_seconds)),
             *(_percent(row.median_error), _percent(row.worst_error)),
         )
@@ -179,9 +177,6 @@ def _print_collectives(page: ProfilePage, out: Console) -> None:
     outliers = sum(row.outliers for row in page.collectives)
     if outliers:
         _line(out, f"{outliers} timings stayed off their line by more than a factor of two after repetition")
-    if page.overlap is not None:
-        low, high = page.overlap_range
-        _line(out, f"overlap with compute: {page.overlap:.2f} (rounds from {low:.2f} to {high:.2f})")
     _line(out, f"the host's own time for a gather or reduction: {format_seconds(page.exchange_seconds)}")
 
 
