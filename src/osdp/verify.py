@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -25,16 +24,10 @@ from osdp.model.trace import RawTrace
 from osdp.planfile import Plan
 from osdp.runtime.dryrun import InputsOf, dry_run
 from osdp.runtime.parts import ACTIVATIONS
+from osdp.training.optimizer import optimizer_of
 
 TOLERANCE = 0.01  # of the measured peak
 ROUNDS = 4
-
-_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, foreach=True),
-    "adamw-fused": partial(torch.optim.AdamW, fused=True),
-    "sgd": partial(torch.optim.SGD, foreach=True),
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9, foreach=True),
-}
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,7 @@ def verify(
         plan,
         loss=loss or _own_loss,
         watched=partial(_watched, plan),
-        optimizer=_OPTIMIZERS[plan.optimizer],
+        optimizer=partial(optimizer_of, plan.optimizer, lr=1e-3),
     )
     return Verification(
         predicted_peak_bytes=plan.predicted.peak_bytes,

@@ -219,13 +219,10 @@ class Cluster:
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
 
-    def busy_seconds(self, kind: str, group: str, total_bytes: float) -> float:
-        """What one collective takes from the computation that it runs beside; nothing where none was measured."""
+    def busy_fraction(self, kind: str, group: str) -> float:
+        """How far a collective and the computation beside it slow each other; see `Measured`. 0 where not measured."""
         measured = self._measured(kind, group)
-        if measured is None or self.group_size(group) == 1:
-            return 0.0
-        seconds = self.collective_seconds(kind, group, total_bytes) if measured.busy_fraction else 0.0
-        return measured.busy_seconds + measured.busy_fraction * seconds
+        return 0.0 if measured is None or not self.overlap else measured.busy_fraction
 
     def timed_stage(self, signature: str) -> TimedStage | None:
         """The stage with these kernels, where a profile timed it."""

@@ -24,8 +24,7 @@ A cluster file, with everything but the first lines optional:
     group = "world"             # world, node, across
     latency_seconds = 45e-6     # of the whole call
     bytes_per_second = 150e9    # wire bytes of one rank per second
-    busy_seconds = 1e-6         # taken from the computation beside it,
-    busy_fraction = 0.1         # and so much of its own seconds
+    busy_fraction = 0.1         # 0: it costs the computation beside it nothing, 1: all of its seconds
 
     [[optimizer]]               # a timed step replaces the model's for this optimizer
     name = "adamw"
@@ -65,7 +64,7 @@ from osdp.cluster.timed import TimedOptimizer, TimedStage
 from osdp.errors import UsageError
 
 _LINK_KEYS = ("bytes_per_second", "latency_seconds", "name")
-_COLLECTIVE_KEYS = ("kind", "group", "latency_seconds", "bytes_per_second", "busy_seconds", "busy_fraction")
+_COLLECTIVE_KEYS = ("kind", "group", "latency_seconds", "bytes_per_second", "busy_fraction")
 _OPTIMIZER_KEYS = ("name", "tensor_seconds", "byte_seconds")
 _STAGE_KEYS = ("signature", "name", "batches", "forward_seconds", "backward_seconds")
 _DEVICE_KEYS = ("like", "memory", *(each.name for each in dataclasses.fields(Device)))
@@ -172,7 +171,6 @@ def _read_measured(entries: object) -> tuple[Measured, ...]:
             each.text("group"),
             each.number("latency_seconds"),
             each.number("bytes_per_second"),
-            each.number("busy_seconds", 0.0),
             each.number("busy_fraction", 0.0),
         )
         for each in _tables(entries, "collective", _COLLECTIVE_KEYS)

@@ -69,23 +69,21 @@ class Measured:
     """One collective's measured price: seconds = latency_seconds + wire_bytes / bytes_per_second.
 
     `latency_seconds` is the whole call's, not one hop's: it replaces the model's latency and rate together.
-    `busy_seconds`, and `busy_fraction` of its own seconds, are taken from the computation beside it.
+    Beside computation both go on at 1 / (1 + `busy_fraction`) of their rates: 0 is side by side, 1 one after the other.
     """
 
     kind: str
     group: str
     latency_seconds: float
     bytes_per_second: float
-    busy_seconds: float = 0.0
     busy_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         require_word("collective kind", self.kind, KINDS)
         require_word("collective group", self.group, GROUPS)
         Link(self.bytes_per_second, self.latency_seconds)
-        for key in ("busy_seconds", "busy_fraction"):
-            if not getattr(self, key) >= 0:
-                raise UsageError(f"{key} is {getattr(self, key)!r} but must be at least 0; profile again")
+        if not self.busy_fraction >= 0:
+            raise UsageError(f"busy_fraction is {self.busy_fraction!r} but must be at least 0; profile again")
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -93,6 +91,5 @@ class Measured:
             "group": self.group,
             "latency_seconds": self.latency_seconds,
             "bytes_per_second": self.bytes_per_second,
-            "busy_seconds": self.busy_seconds,
             "busy_fraction": self.busy_fraction,
         }

@@ -94,6 +94,12 @@ class Collective(NamedTuple):
     seconds: float
     copied_bytes: int  # moved on the device beside it: casts, copies in and out
     copy_seconds: float
+    busy: float = 0.0  # see [Note: Busy] in osdp.profiling.busy
+
+    @property
+    def taken_seconds(self) -> float:
+        """What it takes from the computation beside it, in the sum of a phase; all of it at most."""
+        return min(1.0, self.busy) * self.seconds
 
 
 @dataclass(frozen=True)
@@ -139,9 +145,8 @@ def _collective(
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
     beside = cluster.device.memory_seconds(copied) + (0.0 if follows else launch + cluster.exchange_seconds)
-    if cluster.overlap:  # else it runs alone
-        beside += cluster.overlap * cluster.busy_seconds(kind, group, nbytes)
-    return Collective(kind, group, nbytes, seconds + launch, copied, beside)
+    busy = cluster.busy_fraction(kind, group)
+    return Collective(kind, group, nbytes, seconds + launch, copied, beside, busy)
 
 
 def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster) -> list[Collective]:

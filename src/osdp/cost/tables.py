@@ -406,7 +406,7 @@ def _wire(work: Sequence[Collective]) -> float:
 
 
 def _copies(work: Sequence[Collective]) -> float:
-    return sum(collective.copy_seconds for collective in work)
+    return sum(collective.copy_seconds + collective.taken_seconds for collective in work)
 
 
 class _Measured:

@@ -1,11 +1,10 @@
-"""What a collective takes from the computation that it runs beside.
+"""How far a collective and the computation beside it slow each other.
 
 [Note: Busy]
 A row of phases as in training: a collective that takes M alone is started, products that take C alone are computed,
-then it is waited for. A phase takes T, and the model says T = max(C + busy, M): so much of a collective is taken from
-the computation, because who carries bytes needs the processor, or units of the accelerator, and because ranks that
-share processors reach a collective at different times. C is made as long as M, so busy = T - C, at least 0. Two sizes
-give a line: some seconds for every collective, and a part of its own time.
+then it is waited for. A phase takes T, and the model says T = max(C, M) + busy · min(C, M): who carries bytes needs the
+processor, or units of the accelerator, and ranks that share processors reach a collective at different times. C is made
+as long as M, where busy is seen best. More than 1 means that both together take longer than one after the other.
 """
 
 from __future__ import annotations
@@ -15,47 +14,34 @@ from dataclasses import replace
 
 import torch
 
-from osdp.cluster import Measured
 from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import Carrier, TimedCollective
 
 PHASES = 4
-_ROUNDS = 3
-_SMALL, _LARGE_SECONDS = 1 << 14, 0.03  # what the first takes is latency; the other is a unit's on a slow network
-_MOST_FRACTION = 1.5
+_ROUNDS, _MOST = 3, 2.0
+_SECONDS = 0.01  # of a collective, about: what a unit's takes on a slow network
 _WIDTH = 128
 
 
-def solve(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
-    """Seconds and fraction, from (seconds alone, seconds that it took from computing) of two sizes."""
-    slope = (large[1] - small[1]) / max(1e-9, large[0] - small[0])
-    fraction = min(_MOST_FRACTION, max(0.0, slope))
-    seconds = statistics.fmean((small[1] - fraction * small[0], large[1] - fraction * large[0]))
-    return max(0.0, seconds), fraction
+def solve(compute: float, communication: float, together: float) -> float:
+    """See [Note: Busy]."""
+    longer, shorter = max(compute, communication), min(compute, communication)
+    return min(_MOST, max(0.0, (together - longer) / shorter))
 
 
 def with_busy(bench: Bench, carrier: Carrier, timed: list[TimedCollective], *, within: float) -> list[TimedCollective]:
-    """The same collectives, each with what it takes from the computation beside it."""
+    """The same collectives, each with how far it and the computation beside it slow each other."""
     found = []
     for each in timed:
-        measured = each.measured
-        bench.watch(f"{measured.kind} in {measured.group} beside compute")
-        share = within / len(timed) / 2
-        small, large = (_taken(bench, carrier, measured, size, share) for size in (_SMALL, _large(each)))
-        seconds, fraction = solve(small, large)
-        found.append(replace(each, measured=replace(measured, busy_seconds=seconds, busy_fraction=fraction)))
+        bench.watch(f"{each.measured.kind} in {each.measured.group} beside compute")
+        rounds = [_round(bench, carrier, each, within / len(timed) / _ROUNDS) for _ in range(_ROUNDS)]
+        found.append(replace(each, measured=replace(each.measured, busy_fraction=statistics.median(rounds))))
     return found
 
 
-def _taken(bench: Bench, carrier: Carrier, measured: Measured, size: int, within: float) -> tuple[float, float]:
-    rounds = [_round(bench, carrier, measured, size, within / _ROUNDS) for _ in range(_ROUNDS)]
-    alone, taken = (statistics.median(column) for column in zip(*rounds, strict=True))
-    return alone, taken
-
-
-def _round(bench: Bench, carrier: Carrier, measured: Measured, size: int, within: float) -> tuple[float, float]:
+def _round(bench: Bench, carrier: Carrier, timed: TimedCollective, within: float) -> float:
     """The three are timed in turn, so that whatever else the machines do meanwhile slows all of them."""
-    job = carrier.job(measured.kind, measured.group, size)
+    job = carrier.job(timed.measured.kind, timed.measured.group, _size(timed))
     matrix = torch.ones(_WIDTH, _WIDTH, device=bench.device)
     product = bench.seconds(lambda: matrix @ matrix, within=within / 8)
     communication = bench.seconds(lambda: carrier.start(job)(), within=within / 8)
@@ -76,13 +62,12 @@ def _round(bench: Bench, carrier: Carrier, measured: Measured, size: int, within
                 matrix @ matrix
             wait()
 
-    apart, alone, together = bench.seconds_in_turn(compute, communicate, both, within=within * 3 / 4)
-    return alone / PHASES, max(0.0, together - apart) / PHASES
+    return solve(*bench.seconds_in_turn(compute, communicate, both, within=within * 3 / 4))
 
 
-def _large(timed: TimedCollective) -> int:
-    """A power of two whose collective takes about _LARGE_SECONDS, among the sizes that were timed."""
-    measured, size = timed.measured, 4 * _SMALL
-    while size < timed.largest_bytes and measured.latency_seconds + size / measured.bytes_per_second < _LARGE_SECONDS:
+def _size(timed: TimedCollective) -> int:
+    """A power of two whose collective takes about _SECONDS, among the sizes that were timed."""
+    measured, size = timed.measured, 1 << 16
+    while size < timed.largest_bytes and measured.latency_seconds + size / measured.bytes_per_second < _SECONDS:
         size *= 2
     return size

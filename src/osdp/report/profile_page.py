@@ -33,7 +33,7 @@ class CollectiveRow(NamedTuple):
     group: str
     latency_seconds: float
     bytes_per_second: float
-    busy_seconds: float  # of 1 MiB
+    busy_fraction: float
     catalogue_seconds: float  # of 1 MiB
     measured_seconds: float
     median_error: float
@@ -112,7 +112,7 @@ def _collectives(profile: Profile) -> list[CollectiveRow]:
                 group,
                 each.measured.latency_seconds,
                 each.measured.bytes_per_second,
-                cluster.busy_seconds(kind, group, SIZE),
+                each.measured.busy_fraction,
                 expected.collective_seconds(kind, group, SIZE),
                 cluster.collective_seconds(kind, group, SIZE),
                 *_errors(each.fit),
@@ -169,7 +169,7 @@ def _print_collectives(page: ProfilePage, out: Console) -> None:
     for row in page.collectives:
         table.add_row(
             *(row.kind, row.group, format_seconds(row.latency_seconds), format_rate(row.bytes_per_second / 1e6)),
-            format_seconds(row.busy_seconds),
+            f"{row.busy_fraction:.2f}",
             *(format_seconds(row.measured_seconds), format_seconds(row.catalogue_seconds)),
             *(_percent(row.median_error), _percent(row.worst_error)),
         )

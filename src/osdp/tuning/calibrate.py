@@ -65,7 +65,6 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
                 each,
                 latency_seconds=each.latency_seconds * factors.communication,
                 bytes_per_second=each.bytes_per_second / factors.communication,
-                busy_seconds=each.busy_seconds * factors.communication,
             )
             for each in cluster.measured
         ),
