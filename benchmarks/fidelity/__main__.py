@@ -44,11 +44,14 @@ def main() -> int:
         result = json.loads(args.read.read_text())
     else:
         result = measured(args)
+        if args.save is not None:  # at once: what follows could fail
+            args.save.write_text(json.dumps(result, indent=1) + "\n")
+    if not all("dry_peak_bytes" in case for case in result["cases"]):
         from .dry import with_dry_runs
 
         result["cases"] = with_dry_runs(result["cases"])
-        if args.save is not None:
-            args.save.write_text(json.dumps(result, indent=1) + "\n")
+        if args.save is not None or args.read is not None:
+            (args.save or args.read).write_text(json.dumps(result, indent=1) + "\n")
     from .tables import show
 
     if args.plots is not None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, load_model
 
 LENGTH, VOCAB = 64, 2048
@@ -86,17 +85,4 @@ def _gpt(name: str) -> ModelSource:
         sample_tokens=LENGTH,
         published_parameters=None,
         description=name,
-    )
-
-
-def captured(source: ModelSource) -> ModelGraph:
-    from osdp.model.capture import capture
-
-    return capture(
-        source.build_on_meta(),
-        source.inputs,
-        loss=source.loss,
-        name=source.name,
-        compute_dtype="fp32",
-        seq_len=source.seq_len,
     )

@@ -45,6 +45,7 @@ def rows(cases: Sequence[dict[str, Any]]) -> list[Row]:
                 "step ms": round(case["step_seconds"] * 1e3, 1),
                 "expected": round(plan["step_seconds"] * 1e3, 1),
                 "off %": _percent(plan["step_seconds"], case["step_seconds"]),
+                "streams %": _percent(case["simulated_step_seconds"], case["step_seconds"]),
                 "tries ±%": round(50 * (max(case["tries"]) - min(case["tries"])) / case["step_seconds"], 1),
             }
         )
@@ -59,6 +60,7 @@ def targets(cases: Sequence[dict[str, Any]]) -> list[Row]:
     timeline = errors(cases, "predicted peak_bytes", "peak_bytes")
     dry = errors(cases, "dry_peak_bytes", "peak_bytes")
     time = errors(cases, "predicted step_seconds", "step_seconds")
+    streams = errors(cases, "simulated_step_seconds", "step_seconds")
     bars = [
         ("dry run's peak, worst error", max(map(abs, dry)), 0.001),
         ("timeline's peak, median error", statistics.median(map(abs, timeline)), 0.01),
@@ -66,11 +68,19 @@ def targets(cases: Sequence[dict[str, Any]]) -> list[Row]:
         ("timeline's peak, most below the truth", max(0.0, -min(timeline)), 0.01),
         ("step, median error", statistics.median(map(abs, time)), 0.07),
         ("step, worst error", max(map(abs, time)), 0.20),
+        ("step on two streams, median error", statistics.median(map(abs, streams)), 0.07),
+        ("step on two streams, worst error", max(map(abs, streams)), 0.20),
     ]
     return [
         {"what": what, "measured": f"{100 * value:.2f} %", "target": f"{100 * target:g} %", "": met(value, target)}
         for what, value, target in bars
-    ]
+    ] + [_collectives(cases)]
+
+
+def _collectives(cases: Sequence[dict[str, Any]]) -> Row:
+    equal = sum(case["collectives_match"] for case in cases)
+    what = "plans whose dry run issues the planned collectives"
+    return {"what": what, "measured": str(equal), "target": str(len(cases)), "": met(equal, len(cases), least=True)}
 
 
 def ranking(cases: Sequence[dict[str, Any]]) -> list[Row]:

@@ -18,7 +18,7 @@ from osdp.profiling.trial import try_plan
 from osdp.training.errand import Errand
 from osdp.training.world import World, started
 
-from .models import captured, source_of
+from .models import source_of
 from .plans import Case, cases
 
 TIMEOUT_SECONDS = 120.0
@@ -46,7 +46,7 @@ def _measured(
     world: World, machine: Cluster, model: str, ways: list[str], batches: list[int], seconds: float
 ) -> Iterator[dict[str, Any]]:
     source = source_of(model)
-    graph = captured(source)
+    graph = source.capture("fp32")
     with Errand(world, timeout_seconds=TIMEOUT_SECONDS, quiet=True).under_way() as errand:
         bench = Bench(errand, budget_seconds=seconds)
         timed = time_stages(bench, source, graph, batches=BATCHES, memory_bytes=1 << 32, within=seconds)

@@ -26,7 +26,6 @@ from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE
 from osdp.errors import OsdpError
-from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
 from osdp.planfile import FREE, Baseline, Plan
@@ -90,9 +89,7 @@ def demonstrate(folder: Path, *, reuse: bool) -> None:
 def planned(cluster: Cluster, out: Console) -> tuple[Plan, Plan]:
     """The best plan within the memory, and the best one that does as FSDP does: every block whole, and freed."""
     source, training = load_model(MODEL), Training.of("fp32")
-    graph = capture(
-        source.build_on_meta(), source.inputs, loss=source.loss, name=MODEL, compute_dtype="fp32", seq_len=LENGTH
-    )
+    graph = source.capture("fp32", name=MODEL)
     ddp, fsdp = (smallest_peak(graph, cluster, training, way) for way in ("DDP", "FSDP"))
     limit = int(MEMORY_SHARE * ddp) // MIB * MIB
     out.print(f"\nEach rank may use {format_bytes(limit)}. DDP does not fit: it needs {format_bytes(ddp)} at least.")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from osdp.cli.output import print_json
 from osdp.cli.parser import Commands
-from osdp.errors import OsdpError, UsageError
+from osdp.cli.planned import add_planned, planned_model
+from osdp.errors import OsdpError
 from osdp.planfile import Plan
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "verify", help="compare a plan with the real runtime, in a dry run", description=DESCRIPTION, epilog=EXAMPLES
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan file, as `osdp plan -o` writes it")
-    parser.add_argument("--model", metavar="MODEL", help="the model, if the name in the plan does not lead to it")
+    add_planned(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=run)
@@ -63,35 +63,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _verify(plan: Plan, model: str | None, *, quiet: bool) -> Verification:
-    from osdp.model.source import load_model
-
     def say(sentence: str) -> None:
         if not quiet:
             print(sentence, file=sys.stderr, flush=True)
 
-    name = model or plan.model.name
-    try:
-        source = load_model(name, seq_len=None if ":" in name else plan.model.seq_len)
-    except UsageError as error:
-        hint = "" if model else f"; the plan was made for {name!r}, give its path with --model"
-        raise UsageError(f"{error}{hint}") from None
-    from osdp.cost.training import PRECISIONS
-    from osdp.model.capture import capture
+    say("tracing the model")
+    source, graph = planned_model(plan, model)
     from osdp.verify import verify
 
-    say("tracing the model")
-    graph = capture(
-        source.build_on_meta(),
-        source.inputs,
-        loss=source.loss,
-        name=plan.model.name,
-        compute_dtype=PRECISIONS[plan.precision].compute_dtype,
-        seq_len=plan.model.seq_len,
-    )
-    if graph.num_parameters != plan.model.parameters:
-        raise UsageError(
-            f"{name!r} has {graph.num_parameters:,} parameters, the plan is for {plan.model.parameters:,}; "
-            "give its model with --model"
-        )
     say(f"running a step as rank 0 of {plan.cluster.world_size}")
     return verify(plan, graph, build=source.build_on_meta, inputs=source.inputs, loss=source.loss)

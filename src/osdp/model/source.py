@@ -25,6 +25,8 @@ from osdp.model.beside import no_garbage_collection
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from osdp.model.graph import ModelGraph
+
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # A config.json that names no length trains at its maximum, up to this one: rotary models state huge maxima.
@@ -75,6 +77,19 @@ class ModelSource:
 
         with torch.device("meta"):
             return _move_to_meta(self.build())
+
+    def capture(self, compute_dtype: str, *, name: str | None = None) -> ModelGraph:
+        """What the planner knows of the model, under its own name or another."""
+        from osdp.model.capture import capture
+
+        return capture(
+            self.build_on_meta(),
+            self.inputs,
+            loss=self.loss,
+            name=name or self.name,
+            compute_dtype=compute_dtype,
+            seq_len=self.seq_len,
+        )
 
 
 @cache

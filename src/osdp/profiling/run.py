@@ -158,17 +158,8 @@ class _Run:
         source, bench = self.wanted.source, self.bench
         if source is None:
             return None
-        from osdp.model.capture import capture
-
         share = bench.begin("stages", f"the stages of {source.name}")
-        graph = capture(
-            source.build_on_meta(),
-            source.inputs,
-            loss=source.loss,
-            name=source.name,
-            compute_dtype=PRECISIONS[precision].compute_dtype,
-            seq_len=source.seq_len,
-        )
+        graph = source.capture(PRECISIONS[precision].compute_dtype)
         batches, memory = self.wanted.batches, cluster.limit_bytes
         return time_stages(bench, source, graph, batches=batches, memory_bytes=memory, within=share)
 

@@ -10,7 +10,6 @@ from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
-from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
 from osdp.planfile import MODES
@@ -74,21 +73,10 @@ class _Run:
         precision = job.precision or ("fp32" if world.device.type == "cpu" else "bf16")
         training = Training.of(precision, job.optimizer, job.reduce_dtype)
         self.errand.say("tracing the model")
-        graph = self._graph(training)
+        graph = self.source.capture(training.precision.compute_dtype, name=job.name)
         rules = Rules(modes=job.modes or MODES, split=job.split, recompute=job.recompute, pins=dict(job.pins) or None)
         wanted = Wanted(training, rules, job.batch, job.global_batch, job.candidates, job.steps)
         return Tuner(self.source, graph, self._timed(cluster, graph), wanted, world).tuned(self.errand.say)
-
-    def _graph(self, training: Training) -> ModelGraph:
-        source = self.source
-        return capture(
-            source.build_on_meta(),
-            source.inputs,
-            loss=source.loss,
-            name=self.job.name,
-            compute_dtype=training.precision.compute_dtype,
-            seq_len=source.seq_len,
-        )
 
     def _timed(self, cluster: Cluster, graph: ModelGraph) -> Cluster:
         """The cluster with the model's stages timed, where its profile has none of them."""

@@ -1,0 +1,38 @@
+"""What commands that look at a plan again take: its file, and the model that it was made for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from osdp.cost.training import PRECISIONS
+from osdp.errors import UsageError
+from osdp.planfile import Plan
+
+if TYPE_CHECKING:
+    from osdp.model.graph import ModelGraph
+    from osdp.model.source import ModelSource
+
+
+def add_planned(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN", help="a plan file, as `osdp plan -o` writes it")
+    parser.add_argument("--model", metavar="MODEL", help="the model, if the name in the plan does not lead to it")
+
+
+def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGraph]:
+    """The plan's model, traced again: from `model`, or from the name in the plan."""
+    from osdp.model.source import load_model
+
+    name = model or plan.model.name
+    try:
+        source = load_model(name, seq_len=None if ":" in name else plan.model.seq_len)
+    except UsageError as error:
+        hint = "" if model else f"; the plan was made for {name!r}, give its path with --model"
+        raise UsageError(f"{error}{hint}") from None
+    graph = source.capture(PRECISIONS[plan.precision].compute_dtype, name=plan.model.name)
+    if graph.num_parameters != plan.model.parameters:
+        raise UsageError(
+            f"{name!r} has {graph.num_parameters:,} parameters, the plan is for {plan.model.parameters:,}; "
+            "give its model with --model"
+        )
+    return source, graph
