@@ -73,7 +73,9 @@ def work_of(world: str, models: list[str], ways: list[str], *, quick: bool) -> l
             work.append([model, list(EVERY_WAY), [2]])
         else:
             turn = number + list(WORLDS).index(world)
-            ways = [*_IN_TURN[turn % len(_IN_TURN)], *([IN_NODES[number % 3]] if world == "2x2" else [])]
+            ways = list(_IN_TURN[turn % len(_IN_TURN)])
+            if world == "2x2":
+                ways[0] = IN_NODES[number % len(IN_NODES)]
             work.append([model, ways, [1 + turn % 2]])
     return work
 
