@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(BASE_PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[hf,report,dev]'
+	@$(PIP) --no-build-isolation --editable '.[hf,dev]'
 	@touch $@
 
 demo: $(STAMP) ## measure this machine, plan, train with plain FSDP2 and with the plan, compare (4 minutes)
@@ -38,5 +38,7 @@ lint: $(STAMP) ## lint, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyrefly check --summary=none
 
-bench: $(STAMP) ## every benchmark, one after the other
+bench: $(STAMP) ## every benchmark, one after the other; those of the network need root
+	@$(PIP) --no-build-isolation --editable '.[bench]'
 	@shopt -s nullglob; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	@echo "== benchmarks/fidelity"; $(BIN)/python -m benchmarks.fidelity --plots build/fidelity
