@@ -41,7 +41,7 @@ def rows(cases: Sequence[dict[str, Any]]) -> list[Row]:
                 "peak MiB": round(case["peak_bytes"] / MIB, 2),
                 "predicted": round(plan["peak_bytes"] / MIB, 2),
                 "error %": _percent(plan["peak_bytes"], case["peak_bytes"]),
-                "dry run %": _percent(case["dry_peak_bytes"], case["peak_bytes"]),
+                "dry run %": _percent(case["dry_peak_bytes"], case["peak_bytes"]) if "dry_peak_bytes" in case else "",
                 "step ms": round(case["step_seconds"] * 1e3, 1),
                 "expected": round(plan["step_seconds"] * 1e3, 1),
                 "off %": _percent(plan["step_seconds"], case["step_seconds"]),
