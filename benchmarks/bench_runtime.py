@@ -19,7 +19,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from cluster import SimulatedCluster, bits_per_second, first_failure
+from cluster import SimulatedCluster, bits_per_second
 from cluster.ranks import Start
 from common import Row, deliver, met, parser
 
@@ -53,12 +53,7 @@ def main() -> int:
     given = [word for word in sys.argv[1:] if word != "--json"]
     with SimulatedCluster(hosts=args.hosts, ranks_per_host=args.ranks_per_host, across=args.across) as cluster:
         command = [sys.executable, __file__, "--worker", *given]
-        results = cluster.run(command, timeout=900, on_line=_show)
-    failed = first_failure(results)
-    if failed is not None:
-        print(f"rank {failed.rank} failed:\n{failed.stderr}", file=sys.stderr)
-        return 1
-    measured = json.loads(results[0].stdout.splitlines()[-1])
+        measured = cluster.measured(command, timeout=900, on_line=_show)
     title = f"{args.hosts} hosts of {args.ranks_per_host}, {args.across}, {measured.pop('model')}"
     deliver({title: table(measured, args)}, as_json=args.json)
     return 0
@@ -114,7 +109,7 @@ def work(args: Namespace) -> int:
         if dist.get_rank() == 0:
             now = {way: round(each[-1], 3) for way, each in seconds.items()}
             print(f"round {number + 1} of {args.rounds}: {now}", flush=True)
-    from allocator import peak_above_start
+    from osdp.profiling.trial import peak_above_start
 
     figures: dict[str, Any] = {"model": f"{args.layers} x {args.width} GPT, batch {args.batch} x {args.seq_len}"}
     ways = list(steps)

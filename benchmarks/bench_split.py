@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from allocator import peak_above_start
 from common import Row, deliver, met, parser
 from torch import Tensor, nn
 
 import osdp
+from osdp.profiling.trial import peak_above_start
 
 SLICES = (1, 2, 4, 8, 16)
 RANKS = 2

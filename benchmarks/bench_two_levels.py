@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
 
-from cluster import SimulatedCluster, bits_per_second, first_failure
+from cluster import SimulatedCluster, bits_per_second
 from common import Row, deliver, met, parser
 
 from osdp import Cluster
@@ -49,12 +49,7 @@ def main() -> int:
         return work(args)
     given = [word for word in sys.argv[1:] if word != "--json"]
     with SimulatedCluster(hosts=args.hosts, ranks_per_host=args.ranks_per_host, across=args.across) as cluster:
-        results = cluster.run([sys.executable, __file__, "--worker", *given], timeout=300)
-    failed = first_failure(results)
-    if failed is not None:
-        print(f"rank {failed.rank} failed:\n{failed.stderr}", file=sys.stderr)
-        return 1
-    measured = json.loads(results[0].stdout.splitlines()[-1])
+        measured = cluster.measured([sys.executable, __file__, "--worker", *given], timeout=300)
     model = modelled(args)
     chosen = TWO if model.exchanges_on_two_levels else FLAT
     title = f"{args.hosts} hosts of {args.ranks_per_host}, {args.across}; the cost model chooses: {chosen}"

@@ -19,7 +19,7 @@ from osdp.cluster import Cluster
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.graph import ModelGraph
-from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
+from osdp.planfile import Plan, PlanUnit, unpriced_plan
 from osdp.runtime.split import SplitOperator
 
 
@@ -100,19 +100,15 @@ def _plan(
     batch_size: int,
     accumulation: int,
 ) -> Plan:
-    return Plan(
-        version=PLAN_VERSION,
-        model=PlanModel(name, sum(unit.parameters for unit in units), None),
-        cluster=Cluster.parse(f"{world}xCPU"),
+    return unpriced_plan(
+        name,
+        units,
+        Cluster.parse(f"{world}xCPU"),
         precision=precision,
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,
         batch_size=batch_size,
         accumulation=accumulation,
-        predicted=Predicted(0.0, 0.0, 0, 0, 0, "", {}, {}),
-        certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
-        baselines=(),
-        units=tuple(units),
     )
 
 

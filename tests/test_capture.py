@@ -273,7 +273,7 @@ def comparable(graph: ModelGraph) -> tuple[object, ...]:
 def test_shortened_depth_equals_full_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt(layers=(9,))
     module = model.build_on_meta()
-    assert capturing._shortened(module, own_blocks(module)) is not None
+    assert capturing.shortened(module, own_blocks(module)) is not None
     traced: list[int] = []
     cut_stages = capturing.cut_stages
 
@@ -284,7 +284,7 @@ def test_shortened_depth_equals_full_depth(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(capturing, "cut_stages", counted)
     short = capture(module, model.inputs, loss=model.loss)
     assert set(traced) == {4}  # the graph really comes from the short model
-    monkeypatch.setattr(capturing, "_shortened", lambda model, blocks: None)
+    monkeypatch.setattr(capturing, "shortened", lambda model, blocks: None)
     full = capture(module, model.inputs, loss=model.loss)
     assert set(traced) == {4, 9}
     assert len(full.blocks) == 9

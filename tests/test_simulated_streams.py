@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from osdp.cost.graph import COMMUNICATION, COMPUTE, Node, _Streams
 from osdp.cost.seconds import ALL_GATHER, REDUCE_SCATTER
+from osdp.cost.streams import COMMUNICATION, COMPUTE, Node, Streams
 
 
 def node(number: int, seconds: float, *depends: int, kind: str = COMPUTE, busy: float = 0.0) -> Node:
@@ -14,7 +14,7 @@ def node(number: int, seconds: float, *depends: int, kind: str = COMPUTE, busy: 
 
 
 def seconds(*nodes: Node) -> float:
-    streams = _Streams()
+    streams = Streams()
     streams.run(nodes)
     return streams.end
 

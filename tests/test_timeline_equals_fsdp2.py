@@ -37,12 +37,9 @@ from osdp.planfile import (
     FREE_TO_NODE,
     KEEP,
     KEEP_IN_NODE,
-    PLAN_VERSION,
     REPLICATE,
-    Certificate,
     Plan,
-    PlanModel,
-    Predicted,
+    unpriced_plan,
 )
 from osdp.runtime.dryrun import dry_run
 
@@ -135,20 +132,15 @@ def laid_out(case: Case) -> tuple[Layout, list[Option]]:
 
 
 def plan_of(case: Case, layout: Layout, options: list[Option]) -> Plan:
-    nothing = Predicted(0.0, 0.0, 0, 0, 0, "", {}, {})
-    return Plan(
-        version=PLAN_VERSION,
-        model=PlanModel(case.model, 0, None),
-        cluster=case.cluster,
+    return unpriced_plan(
+        case.model,
+        plan_units(layout, options),
+        case.cluster,
         precision=case.precision,
         reduce_dtype=case.training.reduce_dtype,
         optimizer=case.optimizer,
         batch_size=BATCH,
         accumulation=case.accumulation,
-        predicted=nothing,
-        certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
-        baselines=(),
-        units=plan_units(layout, options),
     )
 
 

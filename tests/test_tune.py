@@ -13,10 +13,9 @@ from small_models import source
 from osdp.cluster import Cluster
 from osdp.planfile import Plan
 from osdp.report.tune_page import learnt
-from osdp.training.errand import Errand
 from osdp.training.world import World
 from osdp.tuning.calibrate import Factors
-from osdp.tuning.job import Job, _Run
+from osdp.tuning.job import Job, tune_in
 from osdp.tuning.run import Tuned
 
 JOB = Job(
@@ -42,8 +41,7 @@ JOB = Job(
 def tuned_on_ranks() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, rank, size, torch.device("cpu"), dist.HashStore())
-    with Errand(world, timeout_seconds=60, quiet=True).under_way() as errand:
-        return _Run(JOB, source("gpt"), errand).tuned().to_dict()
+    return tune_in(world, JOB, source("gpt")).to_dict()
 
 
 def test_what_ran_is_compared_and_the_fastest_is_kept() -> None:

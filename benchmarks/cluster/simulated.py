@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from . import network
-from .ranks import OnLine, RankResult, Start, run_ranks
+from .ranks import OnLine, RankResult, Start, first_failure, run_ranks
 
 MASTER_PORT = 29500  # free in every cluster: its namespaces are its own
 _numbers = count()  # of the clusters of this process
@@ -80,6 +82,14 @@ class SimulatedCluster:
         finally:
             for host in self._hosts:  # what ranks left running, such as workers that load data
                 network.kill_all(host)
+
+    def measured(self, command: Sequence[str], *, timeout: float, on_line: OnLine | None = None) -> Any:
+        """What rank 0 prints last, read as JSON; where a rank fails, the program ends with what that one said."""
+        results = self.run(command, timeout=timeout, on_line=on_line)
+        failed = first_failure(results)
+        if failed is not None:
+            raise SystemExit(f"rank {failed.rank} failed:\n{failed.stderr}")
+        return json.loads(results[0].stdout.splitlines()[-1])
 
     def _start(self, rank: int, command: Sequence[str], env: Mapping[str, str]) -> Start:
         host, local = divmod(rank, self.ranks_per_host)

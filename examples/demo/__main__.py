@@ -30,7 +30,8 @@ from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
 from osdp.planfile import FREE, Baseline, Plan
 from osdp.report.page import plan_page
-from osdp.report.terminal import console, print_plan
+from osdp.report.printing import console
+from osdp.report.terminal import print_plan
 
 from .model import GLOBAL_BATCH, LENGTH
 from .page import page_of, print_page

@@ -185,6 +185,34 @@ class Plan:
         return plan
 
 
+def unpriced_plan(
+    name: str,
+    units: Sequence[PlanUnit],
+    cluster: Cluster,
+    *,
+    precision: str,
+    reduce_dtype: str,
+    optimizer: str,
+    batch_size: int,
+    accumulation: int = 1,
+) -> Plan:
+    """A plan to run that nobody searched for: it predicts and proves nothing."""
+    return Plan(
+        version=PLAN_VERSION,
+        model=PlanModel(name, sum(unit.parameters for unit in units), None),
+        cluster=cluster,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        predicted=Predicted(0.0, 0.0, 0, 0, 0, "", {}, {}),
+        certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
+        baselines=(),
+        units=tuple(units),
+    )
+
+
 def backward_order(units: Sequence[PlanUnit]) -> list[PlanUnit]:
     """Units in the order in which backward reaches them: the reverse of that in which forward leaves them.
 

@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
         print_json({"version": 1, "devices": [device.to_dict() for device in devices()]})
         return
     from osdp.report.catalogue import device_rows
-    from osdp.report.terminal import console, print_devices
+    from osdp.report.printing import console
+    from osdp.report.terminal import print_devices
 
     print_devices(device_rows(), console(sys.stdout))

@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
         print_json(graph.to_dict())
         return
     from osdp.report.graph_page import graph_page
-    from osdp.report.terminal import console, print_graph
+    from osdp.report.printing import console
+    from osdp.report.terminal import print_graph
 
     print_graph(graph_page(graph.nodes), console(sys.stdout))
     if arguments.output is not None:

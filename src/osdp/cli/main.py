@@ -87,6 +87,7 @@ def _say(sentence: str) -> None:
 
 def _show_does_not_fit(error: DoesNotFit) -> None:
     from osdp.report.page import misfit_page
-    from osdp.report.terminal import console, print_misfit
+    from osdp.report.printing import console
+    from osdp.report.terminal import print_misfit
 
     print_misfit(misfit_page(error), console(sys.stderr))

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"version": 1, "models": [row._asdict() for row in rows]})
         return
-    from osdp.report.terminal import console, print_models
+    from osdp.report.printing import console
+    from osdp.report.terminal import print_models
 
     print_models(rows, console(sys.stdout))

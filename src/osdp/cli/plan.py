@@ -205,7 +205,8 @@ def _deliver(plan: Plan, arguments: argparse.Namespace) -> None:
         print_json(plan.to_dict())
         return
     from osdp.report.page import plan_page
-    from osdp.report.terminal import console, print_plan
+    from osdp.report.printing import console
+    from osdp.report.terminal import print_plan
 
     print_plan(plan_page(plan), console(sys.stdout))
     if arguments.verify:

@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({**found.to_dict(), "output": str(arguments.output)})
         return
+    from osdp.report.printing import console
     from osdp.report.profile_page import print_profile, profile_page
-    from osdp.report.terminal import console
 
     print_profile(profile_page(found), console(sys.stdout))
     print(f"\n{arguments.output} is written: osdp plan {arguments.model or 'MODEL'} --cluster {arguments.output}")

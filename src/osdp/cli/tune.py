@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(tuned.to_dict())
         return
-    from osdp.report.terminal import console
+    from osdp.report.printing import console
     from osdp.report.tune_page import print_tuned
 
     print_tuned(tuned, console(sys.stdout))

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(found.to_dict())
     else:
-        from osdp.report.terminal import console
+        from osdp.report.printing import console
         from osdp.report.verify_page import print_verification
 
         print_verification(plan, found, console(sys.stdout))

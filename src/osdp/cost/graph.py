@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from osdp.cluster import Cluster
 from osdp.cost.issue import GATHER, REDUCE, Issue, Issued, issue_order, pieces_of
 from osdp.cost.layout import Layout, Shape, Shapes
-from osdp.cost.seconds import ALL_GATHER, BACKWARD, FORWARD, Collective, compute_time, unit_work
+from osdp.cost.seconds import BACKWARD, FORWARD, Collective, compute_time, unit_work
+from osdp.cost.streams import COMMUNICATION, COMPUTE, Node, Streams
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option
@@ -25,32 +26,7 @@ from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
 from osdp.search.problem import phase
 
-COMPUTE, COMMUNICATION = "compute", "communication"
 OPTIMIZER = "optimizer"
-
-
-@dataclass(frozen=True)
-class Node:
-    """One thing that runs, after the nodes that it `depends` on; with `once`, in the last micro-batch only."""
-
-    id: int
-    kind: str
-    name: str
-    phase: str
-    stage: str
-    stream: str
-    group: str | None
-    nbytes: int
-    flops: int
-    seconds: float
-    depends: tuple[int, ...]
-    once: bool = False
-    busy: float = 0.0  # how far a collective and the computation beside it slow each other
-
-    @property
-    def taken_seconds(self) -> float:
-        """What a collective takes from the computation beside it, in the sum of a phase; all of it at most."""
-        return min(1.0, self.busy) * self.seconds
 
 
 @dataclass(frozen=True)
@@ -110,7 +86,7 @@ class StepGraph:
         """
         if not self.cluster.overlap:
             return self.time().total
-        streams = _Streams()
+        streams = Streams()
         for micro_batch in range(self.training.accumulation):
             last = micro_batch == self.training.accumulation - 1
             streams.run([node for node in self.nodes if node.kind != OPTIMIZER and (last or not node.once)])
@@ -150,56 +126,6 @@ class StepGraph:
             "accumulation": self.training.accumulation,
             "nodes": [asdict(node) for node in self.nodes],
         }
-
-
-class _Streams:
-    """A clock for each stream. Computing beside a collective, both go on at 1 / (1 + busy) of their rates."""
-
-    def __init__(self) -> None:
-        self._main = self._reduced = 0.0
-        self._wires: list[tuple[float, float, float]] = []  # a collective's start and end, and how busy it keeps
-
-    @property
-    def end(self) -> float:
-        return max(self._main, self._free)
-
-    @property
-    def _free(self) -> float:
-        """When the last collective so far is done."""
-        return self._wires[-1][1] if self._wires else 0.0
-
-    def run(self, nodes: Sequence[Node]) -> None:
-        place: dict[int, int] = {}  # of a collective among all; its end may still move
-        for node in nodes:
-            ready = max((self._wires[place[other]][1] for other in node.depends if other in place), default=0.0)
-            if node.stream == COMMUNICATION:
-                if node.kind != ALL_GATHER:  # its buffers wait for those of the reduction before
-                    self._main = max(self._main, self._reduced)
-                start = max(self._free, self._main, ready)
-                place[node.id] = len(self._wires)
-                self._wires.append((start, start + node.seconds, node.busy))
-                self._reduced = start + node.seconds if node.kind != ALL_GATHER else self._reduced
-            else:
-                self._compute(max(self._main, ready), node.seconds)
-
-    def _compute(self, now: float, left: float) -> None:
-        """Computes beside what is on the wires, which moves later by as much as it is slowed."""
-        for index, (start, end, busy) in enumerate(self._wires):
-            if end <= now or left <= 0:
-                continue
-            alone = min(left, max(0.0, start - now))
-            now, left = now + alone, left - alone
-            both = min(left, max(0.0, end - max(start, now)))
-            if both > 0 and now >= start:
-                self._delay(index, busy * both)
-                now, left = now + both * (1 + busy), left - both
-        self._main = now + left
-
-    def _delay(self, first: int, by: float) -> None:
-        for index in range(first, len(self._wires)):
-            start, end, busy = self._wires[index]
-            self._wires[index] = (start if index == first else start + by, end + by, busy)
-        self._reduced += by if self._reduced > self._wires[first][0] else 0.0
 
 
 class Planned(NamedTuple):

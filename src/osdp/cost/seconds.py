@@ -85,6 +85,11 @@ def compute_time(trace: Trace, cluster: Cluster, training: Training, *, backward
     return TimedCompute(stretches, cluster, training, timed.batches, seconds)
 
 
+def taken_seconds(seconds: float, busy: float) -> float:
+    """What a collective takes from the computation beside it, in the sum of a phase; all of its seconds at most."""
+    return min(1.0, busy) * seconds
+
+
 class Collective(NamedTuple):
     """One collective, or local copy, that a unit's option asks for in a phase."""
 
@@ -98,8 +103,7 @@ class Collective(NamedTuple):
 
     @property
     def taken_seconds(self) -> float:
-        """What it takes from the computation beside it, in the sum of a phase; all of it at most."""
-        return min(1.0, self.busy) * self.seconds
+        return taken_seconds(self.seconds, self.busy)
 
 
 @dataclass(frozen=True)

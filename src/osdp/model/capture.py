@@ -1,18 +1,10 @@
-"""`capture`: from a module and its inputs to a `ModelGraph`, on fake tensors; see the notes in graph.py.
-
-[Note: Depth]
-A deep model repeats one block. The captures run a copy in which every run of more than four equal blocks is cut to
-four, and the inner two, whose traces must be equal, stand for those left out. One capture at full depth, at a third
-batch size, checks both that and [Note: Growth], kernel by kernel; where it disagrees, or the shortened model does not
-run, every capture is taken at full depth. The check runs beside the others, on a second core: it takes as long as they.
-"""
+"""`capture`: from a module and its inputs to a `ModelGraph`, on fake tensors; see the notes in graph.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,13 +15,13 @@ from osdp._torch import FakeTensorMode, tree_leaves, tree_map_only
 from osdp.errors import OsdpError
 from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth, renamed
 from osdp.model.beside import Beside, no_garbage_collection
+from osdp.model.depth import Short, shortened
 from osdp.model.fake import DTYPES, fake_copy
 from osdp.model.graph import Affine, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.measure import OperatorCosts, measure_operators
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
 from osdp.model.trace import RawTrace, run_trace
 
-_KEPT = 4  # blocks that stand for a longer run of equal ones; see [Note: Depth]
 _LIKELY = 4  # the batch size of the check, where batch 1 takes kernels of its own, as in most: begun before it is known
 
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -58,7 +50,7 @@ def capture(
 
 def _taken(model: nn.Module, inputs: Inputs, loss: Callable[[Any], Tensor] | None, dtype_name: str) -> _Taken:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    short = _shortened(model, own_blocks(model))
+    short = shortened(model, own_blocks(model))
     if short is not None:
         try:
             with Beside[RawTrace]() as whole:
@@ -112,34 +104,6 @@ def scaled_inputs(example: Any) -> Inputs:
     return at
 
 
-@dataclass(frozen=True)
-class _Short:
-    """A shortening: for each block of the full model the block of the short one that stands for it."""
-
-    stands_for: dict[str, str]
-    keep: dict[str, list[str]]  # container -> keys of the children to keep, in order
-
-
-def _shortened(model: nn.Module, blocks: Sequence[str]) -> _Short | None:
-    stands_for: dict[str, str] = {}
-    keep: dict[str, list[str]] = {}
-    modules = dict(model.named_modules())
-    for container, group in groupby(blocks, key=lambda block: block.rpartition(".")[0]):
-        names = list(group)
-        kept: list[str] = []
-        for _, run_of_equals in groupby(names, key=lambda block: signature(modules[block])):
-            run = list(run_of_equals)
-            chosen = run if len(run) <= _KEPT else [run[0], run[1], run[2], run[-1]]
-            base = len(kept)
-            for position, block in enumerate(run):
-                place = position if position < 3 or len(run) <= _KEPT else (3 if position + 1 == len(run) else 2)
-                stands_for[block] = f"{container}.{base + place}"
-            kept.extend(chosen)
-        if len(kept) < len(names) and len(names) == len(modules[container]._modules):
-            keep[container] = [block.rpartition(".")[2] for block in kept]
-    return _Short(stands_for, keep) if keep else None
-
-
 @dataclass
 class _Taken:
     """The captures of one copy of the model, short or whole, and what is needed to read them."""
@@ -148,7 +112,7 @@ class _Taken:
     loss: Callable[[Any], Tensor] | None
     dtype_name: str
     mode: FakeTensorMode
-    short: _Short | None
+    short: Short | None
     blocks: list[str]
     operators: set[str]
     plain: GrowingTrace
@@ -165,18 +129,14 @@ class _Taken:
         loss: Callable[[Any], Tensor] | None,
         dtype_name: str,
         mode: FakeTensorMode,
-        short: _Short | None,
+        short: Short | None,
         check: Callable[[int], None] = lambda batch: None,
     ) -> _Taken:
         """Traces the model; `check` is told the batch size for the check as soon as it is known."""
         with mode:
             fake = fake_copy(model, DTYPES[dtype_name])
             if short is not None:
-                for container, keys in short.keep.items():
-                    module = fake.get_submodule(container)
-                    kept = [module._modules[key] for key in keys]
-                    module._modules.clear()
-                    module._modules.update({str(index): child for index, child in enumerate(kept)})
+                short.cut(fake)
         blocks = own_blocks(fake)
         modules = dict(fake.named_modules())
         operators = {name for name, module in modules.items() if owns_parameters(module)}
@@ -247,7 +207,7 @@ class _Taken:
         parameters = _parameters(model)
         modules = dict(model.named_modules())
         costs = measure_operators(self.raw, self.plain, self.operators)
-        short_name = _short_names(self.short)
+        short_name = self.short.name if self.short is not None else str
         operators = {
             key: _operator(key, module, parameters, costs[short_name(key)])
             for key, module in modules.items()
@@ -375,21 +335,6 @@ def _mark_peaks(raw: RawTrace) -> list[int]:
         end = raw.end_live if last else raw.mark_live[index + 1]
         peaks.append(max(raw.mark_live[index], end, *raw.live[start:stop], 0))
     return peaks
-
-
-def _short_names(short: _Short | None) -> Callable[[str], str]:
-    if short is None:
-        return lambda name: name
-
-    def rename(name: str) -> str:
-        parts = name.split(".")
-        for length in range(len(parts), 0, -1):
-            prefix = ".".join(parts[:length])
-            if prefix in short.stands_for:
-                return ".".join([short.stands_for[prefix], *parts[length:]])
-        return name
-
-    return rename
 
 
 def _parameters(model: nn.Module) -> dict[str, Parameter]:

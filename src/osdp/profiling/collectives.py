@@ -17,7 +17,7 @@ import torch.distributed as dist
 from osdp.cluster import KINDS, Cluster, Measured, wire_bytes
 from osdp.profiling.bench import Action, Bench
 from osdp.profiling.fit import Fit, Point, settled
-from osdp.runtime.collectives import _average, _gather, _scatter_and_average
+from osdp.runtime import collectives as carried
 from osdp.runtime.courier import Courier, Job
 from osdp.runtime.meshes import Meshes
 
@@ -65,12 +65,16 @@ class Carrier:
 
         def gather() -> None:
             output = empty(part * ranks)
-            _gather(output, output.narrow(0, part * rank, part), members)
+            carried.gather(output, output.narrow(0, part * rank, part), members)
 
         def scatter() -> None:
-            _scatter_and_average(empty(part), whole, empty(part), members)
+            carried.scatter_and_average(empty(part), whole, empty(part), members)
 
-        jobs = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": partial(_average, whole, members, ranks)}
+        jobs = {
+            "all_gather": gather,
+            "reduce_scatter": scatter,
+            "all_reduce": partial(carried.average, whole, members, ranks),
+        }
         return torch.no_grad()(jobs[kind])
 
     def action(self, kind: str, group: str, total_bytes: int) -> Action:

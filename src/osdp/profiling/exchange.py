@@ -22,9 +22,8 @@ from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout, Shape, Shapes
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option
-from osdp.model.capture import capture
 from osdp.model.source import ModelSource, output_loss
-from osdp.planfile import FREE, PLAN_VERSION, Certificate, Plan, PlanModel, Predicted
+from osdp.planfile import FREE, Plan, unpriced_plan
 from osdp.profiling.bench import Bench
 from osdp.profiling.stages import time_stages
 from osdp.runtime.apply import parallelize
@@ -68,7 +67,7 @@ class _Stack(nn.Module):
 def time_exchange(bench: Bench, cluster: Cluster, *, within: float) -> Exchange:
     """See [Note: Exchange]; `cluster` has the collectives as fitted."""
     source = ModelSource("a stack", _Stack, _inputs, output_loss, None, None, None, "")
-    graph = capture(source.build_on_meta(), _inputs, name="a stack", compute_dtype="fp32")
+    graph = source.capture("fp32")
     memory = cluster.limit_bytes
     timed = time_stages(bench, source, graph, batches=(BATCH,), memory_bytes=memory, within=within / 3)
     cluster = replace(cluster, stages=timed.stages, exchange_seconds=0.0)
@@ -115,18 +114,12 @@ def _trained(layout: Layout, cluster: Cluster, device: torch.device) -> Callable
 
 
 def _plan(layout: Layout, cluster: Cluster) -> Plan:
-    units = plan_units(layout, [Option(FREE)] * len(layout.units))
-    return Plan(
-        version=PLAN_VERSION,
-        model=PlanModel("a stack", sum(unit.parameters for unit in units), None),
-        cluster=cluster,
+    return unpriced_plan(
+        "a stack",
+        plan_units(layout, [Option(FREE)] * len(layout.units)),
+        cluster,
         precision=_TRAINING.precision.name,
         reduce_dtype=_TRAINING.reduce_dtype,
         optimizer=_TRAINING.optimizer.name,
         batch_size=BATCH,
-        accumulation=1,
-        predicted=Predicted(0.0, 0.0, 0, 0, 0, "", {}, {}),
-        certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
-        baselines=(),
-        units=units,
     )

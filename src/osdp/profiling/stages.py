@@ -3,7 +3,7 @@
 [Note: Timed stages]
 Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
-Depth is cut as in [Note: Depth] of osdp.model.capture: of a run of equal blocks four are run. Stages of one signature
+Depth is cut as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Stages of one signature
 are averaged. A whole step takes the slowest rank's seconds, and of all steps the median; it is divided over the stages
 in the proportion of their means over steps and ranks, so that the stages' seconds add up to what a step took. A larger
 batch never takes less: where noise says so, both get the mean.
@@ -29,7 +29,7 @@ from osdp._torch import tree_map_only
 from osdp.cluster import TimedStage
 from osdp.errors import OsdpError, UsageError
 from osdp.model.assemble import Cut, GrowingTrace, cut_stages
-from osdp.model.capture import _shortened
+from osdp.model.depth import shortened
 from osdp.model.fake import DTYPES
 from osdp.model.graph import Mark, ModelGraph
 from osdp.model.source import ModelSource
@@ -37,7 +37,7 @@ from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
 from osdp.profiling.bench import LEAST_TRIES, MOST_TRIES, Bench
 from osdp.runtime.initialize import initialize
-from osdp.training.baddays import _no_memory
+from osdp.training.baddays import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
@@ -112,15 +112,11 @@ def make_subject(source: ModelSource, graph: ModelGraph, device: torch.device) -
     """The model in the compute dtype with weights and memory, cut to few blocks where capture found blocks."""
     model = source.build_on_meta()
     blocks = [stage.name for stage in graph.stages if stage.is_block]
-    short = _shortened(model, own_blocks(model)) if blocks else None
+    short = shortened(model, own_blocks(model)) if blocks else None
     stand_in = {block: block for block in blocks}
     if short is not None:
         stand_in = dict(short.stands_for)
-        for container, keys in short.keep.items():
-            module = model.get_submodule(container)
-            kept = [module._modules[key] for key in keys]
-            module._modules.clear()
-            module._modules.update({str(index): child for index, child in enumerate(kept)})
+        short.cut(model)
     _give_values(model, device)
     dtype = DTYPES[graph.compute_dtype]
     for parameter in model.parameters():
@@ -221,7 +217,7 @@ def _tried(bench: Bench, run: Callable[[], NDArray[Any]]) -> NDArray[Any]:
     try:
         seconds = run()
     except (MemoryError, RuntimeError) as error:
-        if not _no_memory(error):
+        if not is_out_of_memory(error):
             raise
     if bench.slowest(float(seconds is None))[0]:
         raise _OutOfMemory

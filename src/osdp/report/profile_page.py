@@ -10,7 +10,7 @@ from rich.console import Console
 from osdp.cluster import Cluster
 from osdp.cluster.timed import TimedStage
 from osdp.report.numbers import format_rate, format_seconds
-from osdp.report.terminal import EMPTY, _heading, _indented, _line, _table
+from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 if TYPE_CHECKING:
     from osdp.profiling.fit import Fit
@@ -126,8 +126,8 @@ def _collectives(profile: Profile) -> list[CollectiveRow]:
 
 
 def print_profile(page: ProfilePage, out: Console) -> None:
-    _heading(out, f"{page.cluster}, measured in {format_seconds(page.seconds)}")
-    _line(out, "errors are a fit's median and worst relative errors")
+    print_heading(out, f"{page.cluster}, measured in {format_seconds(page.seconds)}")
+    print_line(out, "errors are a fit's median and worst relative errors")
     _print_figures(page, out)
     if page.collectives:
         _print_collectives(page, out)
@@ -135,9 +135,9 @@ def print_profile(page: ProfilePage, out: Console) -> None:
     if page.stages:
         _print_stages(page, out)
     if page.notes:
-        _heading(out, "Notes")
+        print_heading(out, "Notes")
         for note in page.notes:
-            _line(out, note)
+            print_line(out, note)
 
 
 def _percent(error: float | None) -> str:
@@ -145,8 +145,8 @@ def _percent(error: float | None) -> str:
 
 
 def _print_figures(page: ProfilePage, out: Console) -> None:
-    _heading(out, "The device, all ranks computing at once")
-    table = _table(
+    print_heading(out, "The device, all ranks computing at once")
+    table = make_table(
         *(("", "left"), ("measured", "right"), ("catalogue", "right"), ("", "left")),
         *(("error", "right"), ("worst", "right")),
     )
@@ -157,12 +157,12 @@ def _print_figures(page: ProfilePage, out: Console) -> None:
         unit = "" if row.unit == "s" else row.unit
         errors = _percent(row.median_error), _percent(row.worst_error)
         table.add_row(row.name, shown(row.measured / scale), catalogue, unit, *errors)
-    out.print(_indented(table))
+    out.print(indented(table))
 
 
 def _print_collectives(page: ProfilePage, out: Console) -> None:
-    _heading(out, "Collectives")
-    table = _table(
+    print_heading(out, "Collectives")
+    table = make_table(
         *(("", "left"), ("group", "left"), ("latency", "right"), ("MB/s", "right"), ("busy", "right")),
         *(("1 MiB", "right"), ("catalogue", "right"), ("error", "right"), ("worst", "right")),
     )
@@ -173,27 +173,27 @@ def _print_collectives(page: ProfilePage, out: Console) -> None:
             *(format_seconds(row.measured_seconds), format_seconds(row.catalogue_seconds)),
             *(_percent(row.median_error), _percent(row.worst_error)),
         )
-    out.print(_indented(table))
+    out.print(indented(table))
     outliers = sum(row.outliers for row in page.collectives)
     if outliers:
-        _line(out, f"{outliers} timings stayed off their line by more than a factor of two after repetition")
-    _line(out, f"the host's own time for a gather or reduction: {format_seconds(page.exchange_seconds)}")
+        print_line(out, f"{outliers} timings stayed off their line by more than a factor of two after repetition")
+    print_line(out, f"the host's own time for a gather or reduction: {format_seconds(page.exchange_seconds)}")
 
 
 def _print_optimizers(page: ProfilePage, out: Console) -> None:
-    _heading(out, "Optimizers")
-    table = _table(("", "left"), ("a tensor", "right"), ("a MiB", "right"), ("error", "right"), ("worst", "right"))
+    print_heading(out, "Optimizers")
+    table = make_table(("", "left"), ("a tensor", "right"), ("a MiB", "right"), ("error", "right"), ("worst", "right"))
     for row in page.optimizers:
         times = format_seconds(row.tensor_seconds), format_seconds(row.byte_seconds * SIZE)
         table.add_row(row.name, *times, _percent(row.median_error), _percent(row.worst_error))
-    out.print(_indented(table))
+    out.print(indented(table))
 
 
 def _print_stages(page: ProfilePage, out: Console) -> None:
-    _heading(out, f"Stages of {page.model}: forward + backward")
+    print_heading(out, f"Stages of {page.model}: forward + backward")
     batches = page.stages[0].batches
-    table = _table(("", "left"), *((f"batch {batch}", "right") for batch in batches))
+    table = make_table(("", "left"), *((f"batch {batch}", "right") for batch in batches))
     for stage in page.stages:
         passes = zip(stage.forward_seconds, stage.backward_seconds, strict=True)
         table.add_row(stage.name, *(f"{format_seconds(f)} + {format_seconds(b)}" for f, b in passes))
-    out.print(_indented(table))
+    out.print(indented(table))

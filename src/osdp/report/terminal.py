@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import IO
 
 from rich.console import Console, JustifyMethod
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,13 +13,9 @@ from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
 from osdp.report.page import Group, Memory, MisfitPage, Part, PlanPage, UnitRow
+from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 BAR_WIDTH = 30
-EMPTY = "–"
-
-
-def console(stream: IO[str]) -> Console:
-    return Console(file=stream, highlight=False, markup=False, emoji=False)
 
 
 # ---- the plan
@@ -37,8 +31,8 @@ def print_plan(page: PlanPage, out: Console) -> None:
 
 def _print_headline(page: PlanPage, out: Console) -> None:
     length = "" if page.seq_len is None else f", {page.seq_len} tokens a sample"
-    _heading(out, f"{page.model} on {page.cluster}")
-    _line(
+    print_heading(out, f"{page.model} on {page.cluster}")
+    print_line(
         out,
         f"{format_count(page.parameters)} parameters{length}; {page.precision}, gradients reduced in "
         f"{page.reduce_dtype}, {page.optimizer}",
@@ -46,12 +40,12 @@ def _print_headline(page: PlanPage, out: Console) -> None:
     tokens = "" if page.tokens_per_second is None else f"   {format_rate(page.tokens_per_second)} tokens/s"
     out.print()
     out.print(Text.assemble("  ", (f"{format_rate(page.samples_per_second)} samples/s", "bold green"), tokens))
-    _line(
+    print_line(
         out,
         f"micro-batch {page.batch_size} × accumulation {page.accumulation} × {page.world_size} devices"
         f" = global batch {page.global_batch}",
     )
-    _line(out, f"step {format_seconds(page.step_seconds)}{_listed(page.time_parts, format_seconds)}")
+    print_line(out, f"step {format_seconds(page.step_seconds)}{_listed(page.time_parts, format_seconds)}")
 
 
 def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:
@@ -59,7 +53,7 @@ def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:
 
 
 def _print_memory(memory: Memory, out: Console) -> None:
-    _heading(out, "Memory of each device")
+    print_heading(out, "Memory of each device")
     style = "green" if memory.share <= 1 else "red"
     out.print(
         Text.assemble(
@@ -68,11 +62,11 @@ def _print_memory(memory: Memory, out: Console) -> None:
             f" {format_bytes(memory.peak_bytes)} of {format_bytes(memory.limit_bytes)} ({format_share(memory.share)})",
         )
     )
-    _line(out, f"peak at {memory.at}")
-    table = _table(("part", "left"), ("bytes", "right"), ("of the peak", "right"), header=False)
+    print_line(out, f"peak at {memory.at}")
+    table = make_table(("part", "left"), ("bytes", "right"), ("of the peak", "right"), header=False)
     for part in memory.parts:
         table.add_row(part.name, format_bytes(part.amount), format_share(part.share))
-    out.print(_indented(table))
+    out.print(indented(table))
 
 
 def _bar(share: float, out: Console) -> str:
@@ -82,17 +76,17 @@ def _bar(share: float, out: Console) -> str:
 
 
 def _print_groups(page: PlanPage, out: Console) -> None:
-    _heading(out, "Plan")
+    print_heading(out, "Plan")
     held = ", ".join(f"{part.name} {format_share(part.share)}" for part in page.held)
-    _line(out, f"parameters held: {held}")
-    table = _table(
+    print_line(out, f"parameters held: {held}")
+    table = make_table(
         *(("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left"), ("parameters", "right"))
     )
     for group in page.groups:
         _add_group(table, group)
-    out.print(_indented(table))
+    out.print(indented(table))
     if any(unit.reduce_once for group in page.groups for unit in group.units):
-        _line(out, "* gradients are reduced once a step, after the last micro-batch")
+        print_line(out, "* gradients are reduced once a step, after the last micro-batch")
 
 
 def _add_group(table: Table, group: Group) -> None:
@@ -121,8 +115,8 @@ def _slices(unit: UnitRow) -> str:
 def _print_baselines(page: PlanPage, out: Console) -> None:
     if not page.baselines:
         return
-    _heading(out, "Beside the usual ways to train")
-    table = _table(
+    print_heading(out, "Beside the usual ways to train")
+    table = make_table(
         *(("way", "left"), ("recompute", "left"), ("batch", "right")),
         *(("samples/s", "right"), ("peak", "right"), ("gain", "right")),
     )
@@ -133,18 +127,18 @@ def _print_baselines(page: PlanPage, out: Console) -> None:
             batch = f"{row.batch_size}" + (f"×{row.accumulation}" if row.accumulation > 1 else "")
             cells = (batch, format_rate(row.samples_per_second), format_bytes(row.peak_bytes), f"{row.ratio:.2f}×")
         table.add_row(row.name, "yes" if row.recompute else EMPTY, *cells)
-    out.print(_indented(table))
+    out.print(indented(table))
 
 
 def _print_certificate(page: PlanPage, out: Console) -> None:
     proof = page.certificate
-    _heading(out, "Proof")
-    _line(
+    print_heading(out, "Proof")
+    print_line(
         out,
         f"{proof.status}: no plan of the searched space exceeds {format_rate(proof.bound)} samples/s "
         f"(gap {100 * proof.gap:.2f} %)",
     )
-    _line(
+    print_line(
         out,
         f"{proof.batches_searched} batch sizes, {proof.options} options, {proof.nodes} nodes, "
         f"in {format_seconds(proof.seconds)}",
@@ -155,18 +149,18 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
 
 
 def print_misfit(page: MisfitPage, out: Console) -> None:
-    _heading(out, "No plan fits")
-    _line(
+    print_heading(out, "No plan fits")
+    print_line(
         out,
         f"the smallest peak, {format_bytes(page.memory.peak_bytes)}, exceeds the limit of "
         f"{format_bytes(page.memory.limit_bytes)} by {format_bytes(page.excess_bytes)}",
     )
     _print_memory(page.memory, out)
-    _heading(out, "What would help")
+    print_heading(out, "What would help")
     if not page.remedies:
-        _line(out, "more or larger devices, or a smaller model")
+        print_line(out, "more or larger devices, or a smaller model")
         return
-    table = _table(("change", "left"), ("smallest peak", "right"), ("saves", "right"), ("", "left"))
+    table = make_table(("change", "left"), ("smallest peak", "right"), ("saves", "right"), ("", "left"))
     for row in page.remedies:
         table.add_row(
             row.change,
@@ -174,7 +168,7 @@ def print_misfit(page: MisfitPage, out: Console) -> None:
             format_bytes(row.saved_bytes),
             "fits" if row.fits else "not enough alone",
         )
-    out.print(_indented(table))
+    out.print(indented(table))
 
 
 # ---- the graph
@@ -192,19 +186,19 @@ def print_graph(page: GraphPage, out: Console) -> None:
     for row in page.stages:
         if row.phase != phase or table is None:
             if table is not None:
-                out.print(_indented(table))
+                out.print(indented(table))
             phase = row.phase
-            _heading(out, phase.capitalize())
-            table = _table(("stage", "left"), *_TALLY_COLUMNS)
+            print_heading(out, phase.capitalize())
+            table = make_table(("stage", "left"), *_TALLY_COLUMNS)
         for index, tally in enumerate(row.tallies):
             table.add_row(row.label if index == 0 else "", *_tally_cells(tally))
     if table is not None:
-        out.print(_indented(table))
-    _heading(out, f"Whole step, {page.nodes} nodes")
-    table = _table(*_TALLY_COLUMNS)
+        out.print(indented(table))
+    print_heading(out, f"Whole step, {page.nodes} nodes")
+    table = make_table(*_TALLY_COLUMNS)
     for tally in page.totals:
         table.add_row(*_tally_cells(tally))
-    out.print(_indented(table))
+    out.print(indented(table))
 
 
 def _tally_cells(tally: Tally) -> tuple[str, str, str, str, str]:
@@ -217,7 +211,9 @@ def _tally_cells(tally: Tally) -> tuple[str, str, str, str, str]:
 
 
 def print_models(rows: Sequence[ModelRow], out: Console) -> None:
-    table = _table(("model", "left"), ("parameters", "right"), ("tokens", "right"), ("description", "left"), wraps=3)
+    table = make_table(
+        ("model", "left"), ("parameters", "right"), ("tokens", "right"), ("description", "left"), wraps=3
+    )
     for row in rows:
         tokens = EMPTY if row.seq_len is None else str(row.seq_len)
         table.add_row(row.name, format_count(row.parameters), tokens, row.description)
@@ -225,7 +221,7 @@ def print_models(rows: Sequence[ModelRow], out: Console) -> None:
 
 
 def print_devices(rows: Sequence[DeviceRow], out: Console) -> None:
-    table = _table(
+    table = make_table(
         *(("\ndevice", "left"), ("\nmemory", "right"), ("bf16\nTFLOP/s", "right"), ("fp32\nTFLOP/s", "right")),
         *(("memory\nGB/s", "right"), ("in a node\nGB/s", "right"), ("network\nGB/s", "right")),
     )
@@ -239,27 +235,3 @@ def print_devices(rows: Sequence[DeviceRow], out: Console) -> None:
             *(format_rate(value / 1e9) for value in rates),
         )
     out.print(table)
-
-
-# ---- shared
-
-
-def _heading(out: Console, text: str) -> None:
-    out.print()
-    out.print(Text(text, style="bold"))
-
-
-def _line(out: Console, text: str) -> None:
-    out.print(_indented(Text(text)))
-
-
-def _indented(content: Table | Text) -> Padding:
-    return Padding(content, (0, 0, 0, 2), expand=False)
-
-
-def _table(*columns: tuple[str, JustifyMethod], wraps: int = 0, header: bool = True) -> Table:
-    """A table without lines; only the column `wraps` may take several lines."""
-    table = Table(box=None, show_header=header, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for index, (name, justify) in enumerate(columns):
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=index != wraps)
-    return table

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from osdp.cluster import format_bytes
 from osdp.report.numbers import format_rate, format_seconds
-from osdp.report.terminal import _heading, _indented, _line, _table
+from osdp.report.printing import indented, make_table, print_heading, print_line
 
 if TYPE_CHECKING:
     from osdp.tuning.run import Tuned
@@ -25,8 +25,8 @@ _PARTS = {
 
 def print_tuned(tuned: Tuned, out: Console) -> None:
     first = tuned.tried[0]
-    _heading(out, f"Plans of {first.plan.model.name} that ran on {first.plan.cluster.word}")
-    table = _table(
+    print_heading(out, f"Plans of {first.plan.model.name} that ran on {first.plan.cluster.word}")
+    table = make_table(
         ("plan", "left"),
         ("batch", "right"),
         ("step", "right"),
@@ -46,12 +46,12 @@ def print_tuned(tuned: Tuned, out: Console) -> None:
             format_bytes(each.trial.peak_bytes) + ("" if each.fits else " !"),
             format_bytes(each.plan.predicted.peak_bytes),
         )
-    out.print(_indented(table))
-    _line(out, "* the fastest" + ("" if all(e.fits for e in tuned.tried) else "; ! more than the limit: not kept"))
-    _line(out, f"stopped: {tuned.stopped}")
-    _heading(out, "What was learnt")
+    out.print(indented(table))
+    print_line(out, "* the fastest" + ("" if all(e.fits for e in tuned.tried) else "; ! more than the limit: not kept"))
+    print_line(out, f"stopped: {tuned.stopped}")
+    print_heading(out, "What was learnt")
     for sentence in learnt(tuned):
-        _line(out, sentence)
+        print_line(out, sentence)
 
 
 def learnt(tuned: Tuned) -> list[str]:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from osdp.cluster import format_bytes
 from osdp.planfile import Plan
+from osdp.report.printing import indented, make_table, print_heading
 
 if TYPE_CHECKING:
     from osdp.verify import Tally, Verification
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def print_verification(plan: Plan, found: Verification, out: Console) -> None:
     from osdp.verify import tallied  # here, as it loads torch
 
-    _heading(out, f"{plan.model.name} on {plan.cluster.label}, rank 0 of {plan.cluster.world_size}")
+    print_heading(out, f"{plan.model.name} on {plan.cluster.label}, rank 0 of {plan.cluster.world_size}")
     _verdict(out, found.peak_matches, f"peak memory: {_peak(found)}")
     count = f"{len(found.issued):,} issued"
     same = f"{count}, all as planned, in order" if found.collectives_match else found.first_difference
@@ -28,7 +27,7 @@ def print_verification(plan: Plan, found: Verification, out: Console) -> None:
     if found.micro_batches < plan.accumulation:
         out.print(f"  {found.micro_batches} of {plan.accumulation} micro-batches were run: those between are alike")
 
-    _heading(out, "Memory at the peak")
+    print_heading(out, "Memory at the peak")
     out.print(f"  predicted at {found.predicted_at}")
     out.print(f"  measured at {found.measured_at}")
     rows = [
@@ -43,7 +42,7 @@ def print_verification(plan: Plan, found: Verification, out: Console) -> None:
     ]
     _print_table(out, ("part", "predicted", "measured", "difference"), rows, left=1)
 
-    _heading(out, "Collectives of the step")
+    print_heading(out, "Collectives of the step")
     planned = {(t.kind, t.group): t for t in tallied([each.issued for each in found.planned])}
     issued = {(t.kind, t.group): t for t in tallied(found.issued)}
     cells = [(*key, *_tally(planned.get(key)), *_tally(issued.get(key))) for key in {**planned, **issued}]
@@ -70,15 +69,8 @@ def _verdict(out: Console, agrees: bool, sentence: str) -> None:
     out.print(Text.assemble("  ", (word, style), f"  {sentence}"))
 
 
-def _heading(out: Console, text: str) -> None:
-    out.print()
-    out.print(Text(text, "bold"))
-
-
 def _print_table(out: Console, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: int) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < left else "right")
+    table = make_table(*((name, "left" if index < left else "right") for index, name in enumerate(columns)))
     for row in rows:
         table.add_row(*row)
-    out.print(Padding(table, (0, 0, 0, 2), expand=False))
+    out.print(indented(table))

@@ -73,7 +73,7 @@ class CarriedAllGather(_Allocates, AllGather):
             job = partial(_gather_two_levels, output_tensor, input_tensor, column, self._groups)
             delivery = self._courier.send(job, output_tensor, column)
         else:
-            delivery = self._courier.send(partial(_gather, output_tensor, input_tensor, own), output_tensor)
+            delivery = self._courier.send(partial(gather, output_tensor, input_tensor, own), output_tensor)
         if async_op:
             return delivery
         delivery.wait()
@@ -112,7 +112,7 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
             job = partial(_scatter_two_levels, output_tensor, input_tensor, arrived, column, self._groups)
             held = (arrived, column)
         else:
-            job, held = partial(_scatter_and_average, output_tensor, input_tensor, arrived, own), (arrived,)
+            job, held = partial(scatter_and_average, output_tensor, input_tensor, arrived, own), (arrived,)
         wait = _is_cast(output_tensor, self._unit)
         self._reductions.start(job, _parameters(self._unit), input_tensor, *held, wait=wait)
 
@@ -129,7 +129,7 @@ class CarriedAllReduce:
         self._reductions, self._groups, self._unit, self._copying = reductions, groups, unit, copying
 
     def __call__(self, gradient: Tensor) -> None:
-        job = partial(_average, gradient, self._groups.world, self._groups.world.size())
+        job = partial(average, gradient, self._groups.world, self._groups.world.size())
         copied, self._copying.input = self._copying.input, None
         assert copied is not None
         copied.untyped_storage().resize_(0)  # FSDP2 would hold it, empty of use, until the next reduction
@@ -145,7 +145,7 @@ def _is_cast(reduced: Tensor, unit: FSDPParamGroup) -> bool:
     return reduced.dtype != unit._orig_dtype
 
 
-def _gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+def gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's part in every rank's output; see [Note: Ring]."""
     issue(ALL_GATHER, group, output)
     if dist.get_backend(group) != dist.Backend.GLOO:
@@ -171,10 +171,10 @@ def _gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
-    _gather(column, part, groups.across)
+    gather(column, part, groups.across)
     nodes = groups.across.size()
     for whole, own in zip(output.chunk(nodes), column.chunk(nodes), strict=True):
-        _gather(whole, own, groups.node)
+        gather(whole, own, groups.node)
 
 
 def _scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
@@ -208,14 +208,14 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _scatter_and_average(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
+def scatter_and_average(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
     _scatter(output, whole, arrived, group)
     output.div_(group.size())
 
 
 def _reduce_in_node(output: Tensor, whole: Tensor, arrived: Tensor, groups: Groups) -> None:
     _scatter(output, whole, arrived, groups.node)
-    _average(output, groups.across, groups.world.size())
+    average(output, groups.across, groups.world.size())
 
 
 def _scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: Tensor, groups: Groups) -> None:
@@ -226,7 +226,7 @@ def _scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: 
     output.div_(groups.world.size())
 
 
-def _average(tensor: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+def average(tensor: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
     issue(ALL_REDUCE, group, tensor)
     dist.all_reduce(tensor, group=group)
     tensor.div_(ranks)

@@ -76,7 +76,7 @@ class Watchdog:
 def explained(error: BaseException, *, during: str, plan: Plan | None, resumes: str) -> OsdpError | None:
     """The sentence for a failure that is nobody's bug; None for any other."""
     cause = _PLACE.sub("", str(error).strip().partition("\n")[0]).partition(". ")[0]
-    if _no_memory(error):
+    if is_out_of_memory(error):
         text = f"out of memory in {during} ({cause})"
         if plan is not None:
             peak, limit = format_bytes(plan.predicted.peak_bytes), format_bytes(plan.predicted.limit_bytes)
@@ -87,7 +87,7 @@ def explained(error: BaseException, *, during: str, plan: Plan | None, resumes: 
     return None
 
 
-def _no_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

@@ -17,7 +17,7 @@ from osdp.profiling.bench import Bench
 from osdp.profiling.stages import time_stages
 from osdp.training.errand import Errand
 from osdp.training.run import this_cluster
-from osdp.training.world import started
+from osdp.training.world import World, started
 from osdp.tuning.run import Tuned, Tuner, Wanted
 
 STAGE_SECONDS = 20.0
@@ -48,11 +48,14 @@ class Job:
 
 def tune(job: Job, source: ModelSource) -> tuple[Tuned, bool]:
     """Tunes on all ranks; gives the result, which is equal on all, and whether this rank leads."""
-    with (
-        started(timeout_seconds=job.timeout_seconds) as world,
-        Errand(world, timeout_seconds=job.timeout_seconds, quiet=job.quiet).under_way() as errand,
-    ):
-        return _Run(job, source, errand).tuned(), world.leads
+    with started(timeout_seconds=job.timeout_seconds) as world:
+        return tune_in(world, job, source), world.leads
+
+
+def tune_in(world: World, job: Job, source: ModelSource) -> Tuned:
+    """The same in a world that runs already."""
+    with Errand(world, timeout_seconds=job.timeout_seconds, quiet=job.quiet).under_way() as errand:
+        return _Run(job, source, errand).tuned()
 
 
 class _Run:

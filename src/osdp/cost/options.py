@@ -1,0 +1,219 @@
+"""What each option of a unit costs, in the search's terms: bytes at every row, seconds on both streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from osdp.cost.holds import Hold, Places, Position, stepping_bytes, unit_holds
+from osdp.cost.layout import Layout
+from osdp.cost.seconds import Collective, UnitWork, unit_work
+from osdp.cost.slots import Slots, value_at, visit_bytes
+from osdp.cost.units import SLICES, Option, Unit
+from osdp.model.graph import IntArray
+from osdp.planfile import REPLICATE
+from osdp.search.problem import (
+    Amount,
+    Guest,
+    Seconds,
+    UnitOption,
+)
+
+if TYPE_CHECKING:
+    from osdp.cost.tables import Tables
+
+_LAST_SLOT = 1 << 30
+
+
+def slices_of(option: UnitOption) -> int:
+    assert isinstance(option.key, tuple)
+    return max(key.slices for key in option.key)
+
+
+def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots) -> list[UnitOption]:
+    prefix = f"{unit.name}."
+    deeper = [u.name for u in layout.units if u is not unit and u.name.startswith(prefix)]
+    below = [
+        name
+        for stage in tables.graph.stages
+        if unit.block is None or stage.name == unit.block
+        for name in stage.operators
+        if (name in unit.modules or name.startswith(prefix))
+        and not any((name + ".").startswith(other + ".") for other in deeper)
+    ]
+    modes = tables.rules.modes_of(unit, below, tables.cluster)
+    once = (False, True) if tables.training.accumulation > 1 and unit.trained else (False,)
+    found = []
+    for mode in modes:
+        for slices in (1, *(s for s in SLICES if tables.rules.split and unit.can_split(s))):
+            found += [_option(tables, layout, unit, places, slots, Option(mode, slices, 1, o)) for o in once]
+    return found
+
+
+def together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
+    """The options of a block whose units choose together: a mode and a number of slices; see [Note: Long lists]."""
+    by_key = [{option.key[0]: option for option in unit} for unit in units]  # type: ignore[index]
+    wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once) for unit in by_key for key in unit)
+    found = []
+    for mode, slices, once in wanted:
+        taken = []
+        for unit in by_key:
+            fits = [
+                o for key, o in unit.items() if key.reduce_once == once or not any(k.reduce_once == once for k in unit)
+            ]
+            modes = [o for o in fits if o.key[0].mode == mode] or fits  # type: ignore[index]
+            exact = [o for o in modes if o.key[0].slices == slices]  # type: ignore[index]
+            taken.append((exact or modes or list(unit.values()))[0])
+        found.append(_sum_of(taken))
+    unique = {option.key: option for option in found}
+    return list(unique.values())
+
+
+def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
+    """Options taken together, every slice of a split one sharded."""
+
+    def amount(name: str) -> Amount:
+        return Amount(sum(getattr(o, name).at(o.slices) for o in options))
+
+    def seconds(name: str) -> Seconds:
+        return Seconds(sum(getattr(o, name).at(o.slices) for o in options))
+
+    keys = []
+    for option in options:
+        assert isinstance(option.key, tuple)
+        keys.append(replace(option.key[0], sharded=option.slices))
+    sums: dict[str, Any] = {name: amount(name) for name in _BYTES} | {name: seconds(name) for name in _SECONDS}
+    return UnitOption(
+        key=tuple(keys),
+        forward=_at_slices(options, "forward"),
+        backward=_at_slices(options, "backward"),
+        reduce_once=any(option.reduce_once for option in options),
+        **sums,
+    )
+
+
+_BYTES = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
+_SECONDS = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
+
+
+def _at_slices(options: Sequence[UnitOption], name: str) -> IntArray:
+    line = np.sum([getattr(option, name) @ np.array([1, option.slices]) for option in options], axis=0)
+    return np.stack([line, np.zeros_like(line)], axis=1)
+
+
+def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option) -> UnitOption:
+    """Measures an option at one and, where it is split, at two sharded slices: everything between is on that line."""
+    split = option.slices > 1 and option.mode != REPLICATE
+    one = _Measured(tables, layout, unit, places, slots, option)
+    two = _Measured(tables, layout, unit, places, slots, replace(option, sharded=2)) if split else one
+
+    def amount(read: Callable[[_Measured], int]) -> Amount:
+        slope = read(two) - read(one)
+        return Amount(read(one) - slope, slope)
+
+    def seconds(read: Callable[[_Measured], float]) -> Seconds:
+        slope = read(two) - read(one) if split else 0.0
+        return Seconds(read(one) - slope, slope)
+
+    def rows(which: int) -> IntArray:
+        slope = two.rows[which] - one.rows[which]
+        return np.stack([one.rows[which] - slope, slope], axis=1)
+
+    return UnitOption(
+        key=(option,),
+        forward=rows(0),
+        backward=rows(1),
+        slices=option.slices if split else 1,
+        always=amount(lambda m: m.always),
+        between=amount(lambda m: m.between),
+        after=amount(lambda m: m.after),
+        stepping=amount(lambda m: m.stepping),
+        ahead=amount(lambda m: m.ahead),
+        cast=amount(lambda m: m.cast),
+        ahead_again=amount(lambda m: m.ahead_again),
+        cast_again=amount(lambda m: m.cast_again),
+        reducing=amount(lambda m: m.reducing),
+        far=one.far,
+        gather=seconds(lambda m: _wire(m.work.gather)),
+        gather_again=seconds(lambda m: _wire(m.work.gather_again)),
+        reduce=seconds(lambda m: _wire(m.work.reduce)),
+        copy=seconds(lambda m: _copies(m.work.gather)),
+        copy_again=seconds(lambda m: _copies(m.work.gather_again)),
+        copy_reduce=seconds(lambda m: _copies(m.work.reduce)),
+        step=seconds(lambda m: m.work.step_seconds),
+        reduce_once=option.reduce_once,
+    )
+
+
+def _wire(work: Sequence[Collective]) -> float:
+    return sum(collective.seconds for collective in work)
+
+
+def _copies(work: Sequence[Collective]) -> float:
+    return sum(collective.copy_seconds + collective.taken_seconds for collective in work)
+
+
+class _Measured:
+    """The bytes and seconds of one option at one number of sharded slices."""
+
+    def __init__(
+        self, tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option
+    ) -> None:
+        holds = unit_holds(unit, option, places, tables.training, tables.cluster)
+        self.work: UnitWork = unit_work(unit, option, places, tables.training, tables.cluster)
+        self.always = value_at(holds, Position(-1, 0))
+        forward, backward = slots.visits
+        self.rows = [visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]
+        end = 2 * len(layout.shaped)
+        self.between = value_at(holds, Position(forward, _LAST_SLOT)) - self.always
+        # what lasts to the end of backward, and what of it is left for the optimizer
+        last = Position(end, 0) if backward == end - 1 else Position(end - 1, _LAST_SLOT)
+        self.after = value_at(holds, last) - self.always
+        self.reducing = value_at(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
+        self.ahead, self.cast = self._prefetched(holds, places.issue, forward, 0)
+        self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
+        left = value_at(holds, Position(end, 0)) - self.always - self.after
+        self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left
+        self.far: IntArray | None = None
+        own = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
+        if not own <= set(slots.visits):  # it spans stages
+            own |= set(slots.visits)  # there it has rows
+            visits = [0 if v in own else value_at(holds, Position(v, 0)) - self.always for v in range(end)]
+            self.far = np.array(visits, dtype=np.int64)
+            self.between = self.ahead = self.cast = self.ahead_again = self.cast_again = self.reducing = 0
+
+    def _prefetched(self, holds: Sequence[Hold], issue: Position | None, visit: int, held: int) -> tuple[int, int]:
+        """What the unit's gather holds in the visit before its own, and what more at the moment of issue."""
+        if issue is None or issue.visit >= visit:
+            return 0, 0
+        ahead = value_at(holds, Position(visit - 1, _LAST_SLOT)) - self.always - held
+        return ahead, value_at(holds, issue) - self.always - held - ahead
+
+
+def guests_of(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[Guest]:
+    """Units of other stages that are used in this one; only stages outside blocks have any."""
+    if layout.shaped[index].stage.is_block:
+        return []
+    guests, at = [], 0
+    for stage, shaped in enumerate(layout.shaped):
+        for number, unit in enumerate(shaped.units):
+            places = layout.places[at]
+            at += 1
+            used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p}
+            if stage == index or not used & set(slots.visits):
+                continue
+            home = Slots((layout.visit(stage, False), layout.visit(stage, True)), (0, 0))
+            rows: tuple[list[IntArray], list[IntArray]] = ([], [])
+            for option in options_of(tables, layout, unit, places, home):
+                assert isinstance(option.key, tuple)
+                for which in (0, 1):
+                    holds = unit_holds(unit, option.key[0], places, tables.training, tables.cluster)
+                    line = visit_bytes(
+                        holds, slots.visits[which], slots.lengths[which], value_at(holds, Position(-1, 0))
+                    )
+                    rows[which].append(np.stack([line, np.zeros_like(line)], axis=1))
+            guests.append(Guest(stage, number, tuple(rows[0]), tuple(rows[1])))
+    return guests
