@@ -51,8 +51,7 @@ def main() -> int:
     with SimulatedCluster(hosts=args.hosts, ranks_per_host=args.ranks_per_host, across=args.across) as cluster:
         measured = cluster.measured([sys.executable, __file__, "--worker", *given], timeout=300)
     model = modelled(args)
-    chosen = TWO if model.exchanges_on_two_levels else FLAT
-    title = f"{args.hosts} hosts of {args.ranks_per_host}, {args.across}; the cost model chooses: {chosen}"
+    title = f"{args.hosts} hosts of {args.ranks_per_host}, {args.across}"
     deliver({title: [row(each, model) for each in measured]}, as_json=args.json)
     return 0
 
@@ -133,11 +132,11 @@ def ways(kind: str, numel: int, groups: object) -> dict[str, Callable[[], None]]
     column = torch.zeros(part * groups.across.size())
     if kind == "all_gather":
         return {
-            FLAT: partial(own._gather, whole, mine, groups.world),
+            FLAT: partial(own.gather, whole, mine, groups.world),
             TWO: partial(own._gather_two_levels, whole, mine, column, groups),
         }
     return {
-        FLAT: partial(own._scatter_and_average, mine, whole, arrived, groups.world),
+        FLAT: partial(own.scatter_and_average, mine, whole, arrived, groups.world),
         TWO: partial(own._scatter_two_levels, mine, whole, arrived, column, groups),
     }
 

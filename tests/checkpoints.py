@@ -42,7 +42,17 @@ class Net(nn.Module):
 def plan_of(world: str, modes: str, up: tuple[int, int] = (1, 1), down: tuple[int, int] = (1, 1)) -> Plan:
     """A mode for each of tokens, up, norm and down; slices, and how many of them have the mode, of `up` and `down`."""
     units = [
-        PlanUnit(name, modules, None, mode, *splits, recompute=False, reduce_once=False, parameters=parameters)
+        PlanUnit(
+            name,
+            modules,
+            None,
+            mode,
+            *splits,
+            recompute=False,
+            reduce_once=False,
+            two_levels=False,
+            parameters=parameters,
+        )
         for (name, modules, splits, parameters), mode in zip(
             [
                 ("tokens", ("tokens", "head"), (1, 1), VOCAB * 32),

@@ -21,7 +21,7 @@ def _unit(name: str, **changes: Any) -> PlanUnit:
     """A freed unit of 100 parameters outside blocks, but for the changes."""
     fields: dict[str, Any] = {
         **{"name": name, "modules": (name,), "block": None, "mode": "free", "splits": 1, "sharded_splits": 1},
-        **{"recompute": False, "reduce_once": False, "parameters": 100},
+        **{"recompute": False, "reduce_once": False, "two_levels": False, "parameters": 100},
     }
     return PlanUnit(**{**fields, **changes})
 

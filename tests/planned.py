@@ -19,7 +19,7 @@ from osdp.cluster import Cluster
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.graph import ModelGraph
-from osdp.planfile import Plan, PlanUnit, unpriced_plan
+from osdp.planfile import OVER_WORLD, Plan, PlanUnit, unpriced_plan
 from osdp.runtime.split import SplitOperator
 
 
@@ -37,8 +37,12 @@ def plan_by_hand(
     batch_size: int = 2,
     accumulation: int = 1,
     reduce_once: Sequence[bool] = (False,),
+    two_levels: Sequence[bool] = (True, False),
 ) -> Plan:
-    """Modes, and (slices, sharded slices) of what can be split, go round over the units, recompute over the blocks."""
+    """Modes, and (slices, sharded slices) of what can be split, go round over the units, recompute over the blocks.
+
+    `two_levels` goes round over the units that are sharded over several nodes.
+    """
     graph = captured(model, "bf16" if precision != "fp32" else "fp32") if isinstance(model, str) else model
     shapes, again = Shapes(graph), cycle(recompute)
     chosen = []
@@ -47,12 +51,14 @@ def plan_by_hand(
         wanted = next(g for g in (granularity, WHOLE, OPERATORS) if g in known)
         chosen.append(Shape(wanted, next(again) if stage.is_block else any(recompute)))
     layout = shapes.layout(chosen)
-    mode, split, once = cycle(modes), cycle(splits), cycle(reduce_once)
+    mode, split, once, two = cycle(modes), cycle(splits), cycle(reduce_once), cycle(two_levels)
+    cluster = Cluster.parse(f"{world}xCPU")
     units = []
     for unit in plan_units(layout, [Option(next(mode), reduce_once=next(once)) for _ in layout.units]):
         planned = next(each for each in layout.units if each.name == unit.name)
         slices, sharded = next(split) if planned.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
-        units.append(replace(unit, splits=slices, sharded_splits=sharded))
+        on_two = cluster.has_two_levels and unit.mode in OVER_WORLD and next(two)
+        units.append(replace(unit, splits=slices, sharded_splits=sharded, two_levels=on_two))
     return _plan(graph.name, world, units, precision, reduce_dtype, optimizer, batch_size, accumulation)
 
 
@@ -83,6 +89,7 @@ def plan_of_units(
             sharded_splits=1,
             recompute=names[0] in recompute,
             reduce_once=False,
+            two_levels=False,
             parameters=held[names],
         )
         for names, mode in modes.items()

@@ -210,7 +210,7 @@ def test_without_root_the_remedy_is_said() -> None:
 def test_training_over_two_levels_equals_the_single_process(tmp_path: Path) -> None:
     plans = three_plans(Model, "2x2", splits=((3, 2), (1, 1)))
     assert {unit.mode for plan in plans for unit in plan.units} == set(EVERY_MODE)
-    assert all(plan.cluster.exchanges_on_two_levels for plan in plans)
+    assert {unit.two_levels for plan in plans for unit in plan.units} == {True, False}
     for index, plan in enumerate(plans):
         plan.save(tmp_path / f"plan{index}")
     code = f"""if True:

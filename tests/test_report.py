@@ -33,15 +33,22 @@ def test_blocks_with_the_same_choices_are_one_group_with_its_units(plan: Plan) -
     assert (embed.names, embed.is_block) == (("embed",), False)
     assert first.names == ("blocks.0", "blocks.1", "blocks.2")
     assert first.recompute
-    assert first.units == (UnitRow("", "free", 1, 1, False, 20), UnitRow("mlp", "free", 4, 3, False, 100))
+    assert first.units == (UnitRow("", "free", 1, 1, False, False, 20), UnitRow("mlp", "free", 4, 3, False, False, 100))
     assert first.parameters == 120
     assert (last.names, last.recompute) == (("blocks.3",), False)
-    assert last.units == (UnitRow("", "replicate", 1, 1, False, 120),)
+    assert last.units == (UnitRow("", "replicate", 1, 1, False, False, 120),)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"mode": "keep"}, {"splits": 2}, {"recompute": True}, {"reduce_once": True}, {"parameters": 101}],
+    [
+        {"mode": "keep"},
+        {"splits": 2},
+        {"recompute": True},
+        {"reduce_once": True},
+        {"two_levels": True},
+        {"parameters": 101},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_any_difference_separates_blocks(unit: MakeUnit, change: dict[str, object]) -> None:
@@ -66,7 +73,7 @@ def test_lists_of_blocks_and_units_outside_blocks_stay_apart(unit: MakeUnit) -> 
 @given(st.lists(st.sampled_from(["free", "keep", "replicate"]), min_size=1, max_size=12))
 def test_grouping_loses_and_invents_nothing(modes: list[str]) -> None:
     units = tuple(
-        PlanUnit(f"h.{i}", (f"h.{i}",), f"h.{i}", mode, 1, 1, False, False, 100) for i, mode in enumerate(modes)
+        PlanUnit(f"h.{i}", (f"h.{i}",), f"h.{i}", mode, 1, 1, False, False, False, 100) for i, mode in enumerate(modes)
     )
     groups = grouped(units)
     assert len(groups) == len(set(modes))

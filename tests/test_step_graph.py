@@ -32,13 +32,14 @@ def built(
     recompute: bool = False,
     accumulation: int = 1,
     once: bool = False,
+    two_levels: bool = False,
     overlap: bool = True,
 ) -> StepGraph:
     graph = captured(model)
     shapes = Shapes(graph)
     chosen = [Shape(granularity if s.is_block else OPERATORS, recompute and s.is_block) for s in graph.stages]
     layout = shapes.layout(chosen)
-    options = [Option(modes[i % len(modes)], reduce_once=once) for i in range(len(layout.units))]
+    options = [Option(modes[i % len(modes)], reduce_once=once, two_levels=two_levels) for i in range(len(layout.units))]
     training = replace(Training.of(), accumulation=accumulation)
     return step_graph(layout, options, BATCH, training, replace(Cluster.parse(cluster), overlap=overlap))
 
@@ -170,8 +171,7 @@ def test_bytes_of_the_collectives(mode: str, cluster: str, nodes: int, devices: 
 
 @pytest.mark.parametrize(("nodes", "devices"), [(2, 2), (2, 3)])
 def test_on_two_levels_each_level_carries_its_part(nodes: int, devices: int) -> None:
-    graph = built(FREE, cluster=f"{nodes}x{devices}xCPU", model="gpt-uneven", granularity=OPERATORS)
-    assert graph.cluster.exchanges_on_two_levels
+    graph = built(FREE, cluster=f"{nodes}x{devices}xCPU", model="gpt-uneven", granularity=OPERATORS, two_levels=True)
     for index, unit in enumerate(graph.layout.units):
         size = padded(graph, index, nodes * devices)
         found = Counter((n.kind, n.group, n.nbytes) for n in collectives(graph, unit.name))

@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 from small_models import captured
 
-from osdp.cluster import Cluster
+from osdp.cluster import Cluster, Link
 from osdp.cost import units
 from osdp.cost.graph import step_graph
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option
+from osdp.planfile import OVER_WORLD
 from osdp.search.problem import Problem, ShapeTable, StageChoice, evaluate
 
 MODELS = ("gpt", "gpt-pyramid", "llama", "gpt-tiny")
@@ -119,3 +120,32 @@ def test_long_runs_choose_by_block() -> None:
     tables = tables_for("gpt-pyramid-preset", "8xA100-40GB")
     assert len(tables.grains()) > 1
     compare(tables, 2, seed=6, count=1)
+
+
+def on_two_levels(hop_seconds: float) -> Tables:
+    """Two nodes behind a slow network; two levels take one more hop in the node."""
+    node, network = Link(1e11, hop_seconds), Link(1e8, 1e-4)
+    cluster = Cluster.of("CPU", nodes=2, devices_per_node=2, node_link=node, network=network)
+    return Tables(captured("gpt"), cluster, Training.of(), Rules())
+
+
+def test_two_levels_cost_the_same_and_are_offered_beside_one() -> None:
+    taken = compare(on_two_levels(0.0), 2, seed=5)
+    assert {(option.mode, option.two_levels) for option in taken if option.mode in OVER_WORLD} == {
+        (mode, two_levels) for mode in OVER_WORLD for two_levels in (False, True)
+    }
+    assert not any(option.two_levels for option in taken if option.mode not in OVER_WORLD)
+
+
+def test_units_that_are_too_small_to_gain_from_two_levels_stay_on_one() -> None:
+    tables = on_two_levels(1e-5)
+    problem = tables.problem(2, limit=tables.cluster.limit_bytes)
+    first = [StageChoice(0, tuple((0, 1) for _ in stage.shapes[0].units)) for stage in problem.stages]
+    layout, _ = tables.read(problem, first)
+    options = [unit for stage in problem.stages for unit in stage.shapes[0].units]
+    sizes: dict[bool, list[int]] = {False: [], True: []}
+    for unit, own in zip(layout.units, options, strict=True):
+        keys = [key for option in own for key in option.key]  # type: ignore[attr-defined]
+        sizes[any(key.two_levels for key in keys)].append(unit.numel)
+    assert sizes[True] and sizes[False], sizes
+    assert max(sizes[False]) < min(sizes[True])

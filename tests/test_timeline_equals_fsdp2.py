@@ -124,10 +124,11 @@ def laid_out(case: Case) -> tuple[Layout, list[Option]]:
         chosen.append(Shape(wanted, again))
     layout = shapes.layout(chosen)
     modes, once, splits = cycle(case.modes), cycle(case.reduce_once), cycle(case.splits)
+    two_levels = cycle((case.cluster.has_two_levels, False))
     options = []
     for unit in layout.units:
         slices, sharded = next(splits) if unit.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
-        options.append(Option(next(modes), slices, sharded, next(once)))
+        options.append(Option(next(modes), slices, sharded, next(once), next(two_levels)))
     return layout, options
 
 

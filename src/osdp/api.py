@@ -265,6 +265,7 @@ def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
             sharded_splits=0 if option.mode == REPLICATE else option.sharded,
             recompute=unit.block in recomputed,
             reduce_once=option.reduce_once,
+            two_levels=option.two_levels,
             parameters=unit.numel,
         )
         for unit, option, _ in rows

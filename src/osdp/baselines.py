@@ -45,7 +45,14 @@ def _baseline(
     batch: int | None,
     global_batch: int | None,
 ) -> Baseline:
-    rules = Rules(modes=(mode,), split=False, recompute=again, only_recompute=again, granularities=(WHOLE,))
+    rules = Rules(
+        modes=(mode,),
+        split=False,
+        recompute=again,
+        only_recompute=again,
+        granularities=(WHOLE,),
+        two_levels=False,
+    )
     best: tuple[float, int, int, Verdict] | None = None
     smallest = 0
     for micro, sizes in _ways(batch, global_batch, cluster):

@@ -28,6 +28,7 @@ FREE_TO_NODE = "free_to_node"
 KEEP_IN_NODE = "keep_in_node"
 FREE_IN_NODE = "free_in_node"
 IN_NODE = (KEEP_IN_NODE, FREE_IN_NODE)
+OVER_WORLD = (KEEP, FREE, FREE_TO_NODE)
 MODES = (REPLICATE, KEEP, FREE, FREE_TO_NODE, KEEP_IN_NODE, FREE_IN_NODE)
 
 
@@ -47,7 +48,8 @@ class PlanUnit:
     `name` is its first module, `modules` are all (several where parameters are tied); it holds what deeper units do
     not. Of `splits` slices, `sharded_splits` are held in `mode` and the others replicated. `block` is the block it
     belongs to, `recompute` whether that block's activations are recomputed. With `reduce_once`, gradients of several
-    micro-batches are reduced together after the last one.
+    micro-batches are reduced together after the last one. With `two_levels`, what is exchanged over all ranks goes
+    across nodes and through each node in two steps.
     """
 
     name: str
@@ -58,6 +60,7 @@ class PlanUnit:
     sharded_splits: int
     recompute: bool
     reduce_once: bool
+    two_levels: bool
     parameters: int
 
     @property

@@ -150,17 +150,12 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     @property
-    def exchanges_on_two_levels(self) -> bool:
-        """Whether what is gathered or scattered over the world goes across nodes and through each node in two steps.
+    def has_two_levels(self) -> bool:
+        """Whether what is exchanged over the world may go across nodes and through each node in two steps.
 
-        On gloo, where that is ours to choose and it is faster for large sizes; NCCL has its own way.
+        On gloo, where that is ours to choose; NCCL has its own way.
         """
-        if not self.device.is_cpu or self.nodes == 1 or self.devices_per_node == 1:
-            return False
-        size = 1 << 26
-        across = self.collective_seconds("all_gather", "across", size / self.devices_per_node)
-        inside = self.collective_seconds("all_gather", "node", size / self.nodes) * self.nodes
-        return across + inside < self.collective_seconds("all_gather", "world", size)
+        return self.device.is_cpu and self.nodes > 1 and self.devices_per_node > 1
 
     @property
     def limit_bytes(self) -> int:

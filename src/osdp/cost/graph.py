@@ -23,7 +23,7 @@ from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
-from osdp.planfile import Plan
+from osdp.planfile import Plan, PlanUnit
 from osdp.search.problem import phase
 
 OPTIMIZER = "optimizer"
@@ -211,8 +211,9 @@ class _Builder:
     def collectives(self, issue: Issue) -> list[Collective]:
         """Seconds are those of the unit's largest slice, as the search has them; bytes are the piece's own."""
         piece, first = issue.piece, self.pieces[issue.piece.index][0]
+        option = Option(piece.mode, two_levels=self.options[piece.index].two_levels)
         own, priced = (
-            unit_work(unit, Option(piece.mode), self.layout.places[piece.index], self.training, self.cluster)
+            unit_work(unit, option, self.layout.places[piece.index], self.training, self.cluster)
             for unit in (piece.unit, first.unit)
         )
         pairs = zip(getattr(own, issue.what), getattr(priced, issue.what), strict=True)
@@ -295,8 +296,12 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
         if unit.name not in planned:
             raise UsageError(f"the plan has no unit for {unit.name}; it was made for another model, plan again")
         entry = planned[unit.name]
-        options.append(Option(entry.mode, entry.splits, max(entry.sharded_splits, 1), entry.reduce_once))
+        options.append(_option(entry))
     return step_graph(layout, options, plan.batch_size, training, plan.cluster)
+
+
+def _option(unit: PlanUnit) -> Option:
+    return Option(unit.mode, unit.splits, max(unit.sharded_splits, 1), unit.reduce_once, unit.two_levels)
 
 
 def _names(shapes: Shapes, stage: int, shape: Shape) -> set[str]:

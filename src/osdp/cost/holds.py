@@ -28,7 +28,7 @@ from typing import NamedTuple
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept, shard_ranks
-from osdp.planfile import FREE, FREE_TO_NODE, IN_NODE, KEEP, REPLICATE
+from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -91,10 +91,10 @@ def unit_holds(unit: Unit, option: Option, places: Places, training: Training, c
     # Slices take turns: one is in use at a time, priced in the mode that needs most.
     mode = option.mode
     sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
-    holds += _forward(mode, option.slices, sizes, places, training, cluster)
-    holds += _backward(mode, option.slices, sizes, places, training, cluster)
+    holds += _forward(option, sizes, places, training, cluster)
+    holds += _backward(option, sizes, places, training, cluster)
     if unit.trained and places.leave_again is not None:
-        holds += _reduction(mode, option, sizes, places, training, cluster)
+        holds += _reduction(option, sizes, places, training, cluster)
     return holds
 
 
@@ -137,7 +137,8 @@ def _computes_in_place(mode: str, training: Training) -> bool:
     return mode == REPLICATE and not training.precision.casts
 
 
-def _forward(mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def _forward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+    mode, slices = option.mode, option.slices
     assert places.enter is not None and places.leave is not None
     if _computes_in_place(mode, training):
         return []
@@ -147,12 +148,13 @@ def _forward(mode: str, slices: int, sizes: Sizes, places: Places, training: Tra
     if mode == FREE_TO_NODE and slices == 1:  # its own part is cloned before the copy is freed
         extra = sizes.clone_extra(cluster.devices_per_node) * compute
         holds.append(Hold(GATHERED, copy + extra, places.leave, places.leave.next()))
-    column = _column_bytes(mode, sizes, training, cluster)
+    column = _column_bytes(option, sizes, training, cluster)
     return holds + _gather(mode, slices, sizes, sizes.held, column, places.issue, places.enter, places.leave, training)
 
 
-def _column_bytes(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> int:
-    exchanged = sizes.gathered // cluster.devices_per_node if _has_column(mode, cluster) else 0
+def _column_bytes(option: Option, sizes: Sizes, training: Training, cluster: Cluster) -> int:
+    """What a gather on two levels holds on its way; see [Note: Two levels] in osdp.runtime.collectives."""
+    exchanged = sizes.gathered // cluster.devices_per_node if option.crosses(option.mode) else 0
     return exchanged * training.precision.compute_bytes
 
 
@@ -182,7 +184,8 @@ def _gather(
     return holds
 
 
-def _backward(mode: str, slices: int, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def _backward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+    mode, slices = option.mode, option.slices
     compute = training.precision.compute_bytes
     if places.enter_again is None or places.leave_again is None or _computes_in_place(mode, training):
         return []
@@ -191,16 +194,11 @@ def _backward(mode: str, slices: int, sizes: Sizes, places: Places, training: Tr
     if is_gathered_again(mode) or mode == REPLICATE:
         in_node = mode == FREE_TO_NODE
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
-        column = 0 if in_node else _column_bytes(mode, sizes, training, cluster)
+        column = 0 if in_node else _column_bytes(option, sizes, training, cluster)
         holds += _gather(
             mode, slices, sizes, sent, column, places.issue_again, places.enter_again, places.leave_again, training
         )
     return holds
-
-
-def _has_column(mode: str, cluster: Cluster) -> bool:
-    """Whether a unit is exchanged on two levels; see [Note: Two levels] in osdp.runtime.collectives."""
-    return cluster.exchanges_on_two_levels and mode in (KEEP, FREE, FREE_TO_NODE)
 
 
 def reduction_end(places: Places, cluster: Cluster) -> Position:
@@ -208,10 +206,9 @@ def reduction_end(places: Places, cluster: Cluster) -> Position:
     return min(places.reduced.next(), places.finish) if cluster.device.is_cpu else places.reduced
 
 
-def _reduction(
-    mode: str, option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster
-) -> list[Hold]:
+def _reduction(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     """The unit's own gradients until they are copied, then the reduction's buffers; see [Note: Reduction]."""
+    mode = option.mode
     assert places.leave_again is not None
     compute, master, reduce = (
         training.precision.compute_bytes,
@@ -238,7 +235,7 @@ def _reduction(
     holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, ended))
     result = sizes.trained * reduce
     if cluster.device.is_cpu and mode != REPLICATE:
-        room = sizes.trained + (sizes.reduced // cluster.devices_per_node if _has_column(mode, cluster) else 0)
+        room = sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
         begin = leave.next() if option.slices == 1 else entry
         if under_way:
             holds.append(Hold(BUFFERS, room * reduce, begin, ended))

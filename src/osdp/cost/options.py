@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from osdp.cost.seconds import Collective, UnitWork, unit_work
 from osdp.cost.slots import Slots, value_at, visit_bytes
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
-from osdp.planfile import REPLICATE
+from osdp.planfile import OVER_WORLD, REPLICATE
 from osdp.search.problem import (
     Amount,
     Guest,
@@ -46,27 +47,37 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
     ]
     modes = tables.rules.modes_of(unit, below, tables.cluster)
     once = (False, True) if tables.training.accumulation > 1 and unit.trained else (False,)
+    split = [slices for slices in SLICES if tables.rules.split and unit.can_split(slices)]
     found = []
-    for mode in modes:
-        for slices in (1, *(s for s in SLICES if tables.rules.split and unit.can_split(s))):
-            found += [_option(tables, layout, unit, places, slots, Option(mode, slices, 1, o)) for o in once]
+    for mode, slices, o in itertools.product(modes, (1, *split), once):
+        flat = _option(tables, layout, unit, places, slots, Option(mode, slices, 1, o))
+        found.append(flat)
+        if mode in OVER_WORLD and tables.rules.two_levels and tables.cluster.has_two_levels:
+            option = Option(mode, slices, 1, o, two_levels=True)
+            faster = _option(tables, layout, unit, places, slots, option)
+            found += [faster] if _seconds(faster) < _seconds(flat) else []  # it never holds less
     return found
+
+
+def _seconds(option: UnitOption) -> float:
+    return sum(getattr(option, name).at(option.slices) for name in _SECONDS)
 
 
 def together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
     """The options of a block whose units choose together: a mode and a number of slices; see [Note: Long lists]."""
     by_key = [{option.key[0]: option for option in unit} for unit in units]  # type: ignore[index]
-    wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once) for unit in by_key for key in unit)
+    wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once, key.two_levels) for unit in by_key for key in unit)
     found = []
-    for mode, slices, once in wanted:
+    for mode, slices, once, two_levels in wanted:
         taken = []
         for unit in by_key:
             fits = [
                 o for key, o in unit.items() if key.reduce_once == once or not any(k.reduce_once == once for k in unit)
             ]
             modes = [o for o in fits if o.key[0].mode == mode] or fits  # type: ignore[index]
-            exact = [o for o in modes if o.key[0].slices == slices]  # type: ignore[index]
-            taken.append((exact or modes or list(unit.values()))[0])
+            exact = [o for o in modes if o.key[0].slices == slices] or modes  # type: ignore[index]
+            levels = [o for o in exact if o.key[0].two_levels == two_levels]  # type: ignore[index]
+            taken.append((levels or exact or list(unit.values()))[0])
         found.append(_sum_of(taken))
     unique = {option.key: option for option in found}
     return list(unique.values())

@@ -127,12 +127,13 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
         sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
         stepped += count * sizes.trained
         tensors += count * sizes.trained_tensors
+        two_levels = option.crosses(mode)
         if places.enter is not None:
-            gather += _gather(mode, sizes, training, cluster, again=False) * count
+            gather += _gather(mode, sizes, training, cluster, again=False, two_levels=two_levels) * count
         if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
-            again += _gather(mode, sizes, training, cluster, again=True) * count
+            again += _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels) * count
         if unit.trained and places.leave_again is not None:
-            reduce += _reduce(mode, sizes, training, cluster) * count
+            reduce += _reduce(mode, sizes, training, cluster, two_levels=two_levels) * count
     held = training.precision.master_bytes * stepped
     step_bytes = training.optimizer.passes * held
     timed = cluster.timed_optimizer(training.optimizer.name)
@@ -153,16 +154,18 @@ def _collective(
     return Collective(kind, group, nbytes, seconds + launch, copied, beside, busy)
 
 
-def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster) -> list[Collective]:
+def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
     """A gather or scatter over all ranks, in one step or on two levels: then the nodes' parts go one by one."""
-    if not cluster.exchanges_on_two_levels:
+    if not two_levels:
         return [_collective(kind, "world", nbytes, copied, cluster)]
     across = _collective(kind, "across", nbytes // cluster.devices_per_node, copied, cluster)
     inside = [_collective(kind, "node", nbytes // cluster.nodes, 0, cluster, follows=True)] * cluster.nodes
     return [across, *inside] if kind == ALL_GATHER else [*inside, across]
 
 
-def _gather(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool) -> list[Collective]:
+def _gather(
+    mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool, two_levels: bool
+) -> list[Collective]:
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
     nbytes = sizes.gathered * compute
     if mode == REPLICATE:  # a local cast, or nothing: see [Note: In place] in osdp.cost.holds
@@ -173,10 +176,10 @@ def _gather(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, ag
         return [Collective("copy", None, nbytes, 0.0, copied, seconds)]
     if mode in IN_NODE or (mode == FREE_TO_NODE and again):
         return [_collective(ALL_GATHER, "node", nbytes, 2 * nbytes, cluster)]
-    return _over_world(ALL_GATHER, nbytes, 2 * nbytes, cluster)
+    return _over_world(ALL_GATHER, nbytes, 2 * nbytes, cluster, two_levels=two_levels)
 
 
-def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> list[Collective]:
+def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
     compute, reduce = training.precision.compute_bytes, training.reduce_bytes
     nbytes = sizes.reduced * reduce
     copied = sum(numel for _, numel in sizes.gradients) * compute + nbytes
@@ -187,4 +190,4 @@ def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster) -> li
             _collective(REDUCE_SCATTER, "node", nbytes, copied, cluster),
             _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, cluster, follows=True),
         ]
-    return _over_world(REDUCE_SCATTER, nbytes, copied, cluster)
+    return _over_world(REDUCE_SCATTER, nbytes, copied, cluster, two_levels=two_levels)

@@ -37,13 +37,14 @@ LONG_LIST = 8  # see [Note: Long lists]
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be chosen: modes, splitting, recompute, granularity, and what is pinned to a mode."""
+    """What may be chosen: modes, splitting, recompute, granularity, exchange on two levels, and what is pinned."""
 
     modes: tuple[str, ...] = MODES
     split: bool = True
     recompute: bool = True
     only_recompute: bool = False
     granularities: tuple[str, ...] | None = None
+    two_levels: bool = True
     pins: Mapping[str, str] | None = None
 
     def modes_of(self, unit: Unit, operators: Sequence[str], cluster: Cluster) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 
 from osdp.cluster import Cluster
 from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
+from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, KEEP, KEEP_IN_NODE, MODES, OVER_WORLD, REPLICATE
 
 WHOLE, PARTS, OPERATORS = "whole", "parts", "operators"
 GRANULARITIES = (WHOLE, PARTS, OPERATORS)
@@ -28,12 +28,13 @@ LARGE_NUMEL = 1 << 22  # operators from this size on may be split
 
 @dataclass(frozen=True)
 class Option:
-    """How one unit is held: of `slices` slices, `sharded` in `mode`, the others replicated."""
+    """How one unit is held: of `slices` slices, `sharded` in `mode`, the others replicated; see `PlanUnit`."""
 
     mode: str
     slices: int = 1
     sharded: int = 1
     reduce_once: bool = False
+    two_levels: bool = False
 
     @property
     def held(self) -> list[tuple[str, int]]:
@@ -41,6 +42,10 @@ class Option:
         sharded = 0 if self.mode == REPLICATE else self.sharded
         kinds = ((self.mode, sharded), (REPLICATE, self.slices - sharded))
         return [(mode, count) for mode, count in kinds if count]
+
+    def crosses(self, mode: str) -> bool:
+        """Whether slices that are held in `mode` are exchanged on two levels."""
+        return self.two_levels and mode in OVER_WORLD
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class UnitRow:
     splits: int
     sharded_splits: int
     reduce_once: bool
+    two_levels: bool
     parameters: int
 
 
@@ -219,7 +220,9 @@ def _key(group: Group) -> tuple[object, ...]:
 
 def _unit_row(unit: PlanUnit, block: str | None) -> UnitRow:
     name = unit.name if block is None else below(unit.name, block)
-    return UnitRow(name, unit.mode, unit.splits, unit.sharded_splits, unit.reduce_once, unit.parameters)
+    return UnitRow(
+        name, unit.mode, unit.splits, unit.sharded_splits, unit.reduce_once, unit.two_levels, unit.parameters
+    )
 
 
 def _baseline_row(baseline: Baseline, samples_per_second: float) -> BaselineRow:

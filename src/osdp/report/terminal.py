@@ -102,7 +102,7 @@ def _add_group(table: Table, group: Group) -> None:
 
 
 def _mode(unit: UnitRow) -> str:
-    return unit.mode + ("*" if unit.reduce_once else "")
+    return unit.mode + ("*" if unit.reduce_once else "") + (", two levels" if unit.two_levels else "")
 
 
 def _slices(unit: UnitRow) -> str:

@@ -90,7 +90,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
         if piece.mode == REPLICATE:
             for group in param_groups(piece.modules[0]):
                 compute_in_place(group)
-    reductions = _carry(pieces, meshes, two_levels=plan.cluster.exchanges_on_two_levels) if carried else None
+    reductions = _carry(pieces, meshes) if carried else None
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces)
     model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions, unused), prepend=True)
@@ -185,12 +185,12 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def _carry(pieces: Sequence[Piece], meshes: Meshes, *, two_levels: bool) -> Reductions:
+def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
     courier = Courier(inline=dist.get_backend() == "fake")
     reductions = Reductions(courier, limit=REDUCTIONS_UNDER_WAY)
     for piece in pieces:
-        module = _sharded(piece.modules[0])
+        module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
         for group in param_groups(piece.modules[0]):
             scatter = CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
             module.set_custom_all_gather(CarriedAllGather(courier, meshes.groups, two_levels=two_levels))
