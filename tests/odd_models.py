@@ -163,6 +163,55 @@ class Mixture(Model):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class Stack(nn.Module):
+    """Three experts, in one parameter each for up and down, as Mixtral has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, WIDTH, 96) / 4)
+        self.down = nn.Parameter(torch.randn(3, 96, WIDTH) / 10)
+
+    def forward(self, x: Tensor, shares: Tensor) -> Tensor:
+        each = torch.tanh(x.flatten(0, 1) @ self.up) @ self.down
+        return (each.view(3, *x.shape) * shares.movedim(-1, 0).unsqueeze(-1)).sum(0)
+
+
+class StackedBlock(nn.Module):
+    def __init__(self, stack: Callable[[], nn.Module] = Stack) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = stack()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.experts(x, self.gate(x).softmax(-1)))
+
+
+class Stacked(Model):
+    """First dimensions of 3, 6 and 18: FSDP2 would pad them by half on four ranks, and all but the last on two."""
+
+    def __init__(self, block: Callable[[], nn.Module] = StackedBlock) -> None:
+        super().__init__(block)
+        self.places = nn.Embedding(LENGTH, 1536)
+        self.narrow = nn.Linear(1536, 18)
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x + self.narrow(self.places(torch.arange(LENGTH)))[..., :WIDTH])
+
+
+class IdleStack(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Parameter(torch.ones(3, WIDTH, 96))
+
+
+class StackedIdle(Stacked):
+    """The same, with experts that no token uses."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: StackedBlock(IdleStack))
+
+
 def built(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()

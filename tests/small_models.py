@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from odd_models import LENGTH, Stacked
 
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
@@ -89,6 +90,16 @@ def gpt(
     return ModelSource("gpt", partial(GPT, config), inputs, output_loss, seq_len, seq_len, None, "a test's GPT")
 
 
+def stacked() -> ModelSource:
+    """Experts in one parameter, which are sharded along another dimension than the first."""
+
+    def inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = torch.empty(batch, LENGTH, dtype=torch.long, device="meta")
+        return (tokens, tokens.clone()), {}
+
+    return ModelSource("stacked", Stacked, inputs, output_loss, LENGTH, LENGTH, None, "a test's experts")
+
+
 def hugging_face(kind: str, **changes: Any) -> ModelSource:
     """A tiny model of a Hugging Face architecture, read as the user's config.json is."""
     with tempfile.TemporaryDirectory() as folder:
@@ -106,6 +117,7 @@ def source(name: str) -> ModelSource:
         return hugging_face("llama", tie_word_embeddings=True)
     ours = {
         "gpt": gpt(),
+        "stacked": stacked(),
         "gpt-untied": gpt(tied=False),
         "gpt-uneven": gpt(vocab=97, tied=True),  # neither 97 nor 32 divides by 3
         "gpt-pyramid": gpt(layers=(2, 2), widths=(16, 32), tied=False),

@@ -289,6 +289,13 @@ ACCUMULATION_CASES = [
     Case(EVERY_MODE, accumulation=2, reduce_dtype="bf16"),
     Case(EVERY_MODE, accumulation=3, device="CPU"),
 ]
+STACKED_CASES = [  # sharded along another dimension than the first; see [Note: Shard dimension]
+    Case(model="stacked"),
+    Case(EVERY_MODE, model="stacked", granularity=OPERATORS, recompute=ALTERNATING),
+    Case(EVERY_MODE, model="stacked", world="2x3", reduce_dtype="bf16"),
+    Case((KEEP, FREE_IN_NODE, FREE), model="stacked", granularity=OPERATORS, device="CPU"),
+    Case((FREE, KEEP_IN_NODE), model="stacked", accumulation=2),
+]
 SPLIT_CASES = [
     # Slices' outputs and input gradients live beside their sum, which the timeline lacks; slices are priced as the
     # largest, and one more than are held: too little in some stretches, too much in others.
@@ -296,6 +303,7 @@ SPLIT_CASES = [
 ]
 CASES = [
     *ACCUMULATION_CASES,
+    *STACKED_CASES,
     *SPLIT_CASES,
     *CARRIED_CASES,
     *MODES_ALONE,

@@ -138,7 +138,10 @@ def mixed_plans(name: str, world: str) -> list[Plan]:
 
 
 WORLDS = ("2x2", "3", "2", "4")
-PLACES = [(name, WORLDS[index % len(WORLDS)]) for index, name in enumerate((*CONFIGS, "gpt-pyramid"))]
+OWN_WORLDS = {"mixtral": "3"}  # its 4 experts are sharded along other dimensions there
+PLACES = [
+    (name, OWN_WORLDS.get(name, WORLDS[index % len(WORLDS)])) for index, name in enumerate((*CONFIGS, "gpt-pyramid"))
+]
 PLACES += [("gpt", world) for world in ("3", "2x2", "2x3")] + [("t5", "2x2"), ("vit", "2x3")]
 
 

@@ -71,6 +71,7 @@ CASES = [
     Case("gpt", "2x2", CARRIED, {"modes": EVERY_MODE, "precision": "bf16"}),
     Case("gpt", "2x2", CARRIED, {"modes": EVERY_MODE, "granularity": OPERATORS, "recompute": (True,)}),
     Case("gpt-uneven", "3", CARRIED, {"modes": (FREE, KEEP, REPLICATE)}),
+    Case("stacked", "2x2", STOCK, {"modes": (FREE, KEEP), "precision": "bf16"}),
 ]
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
-from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept, shard_ranks
+from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
 PARAMETERS = "parameters"
@@ -84,13 +84,13 @@ def unit_holds(unit: Unit, option: Option, places: Places, training: Training, c
     """All that a unit's option holds in a step; affine in `option.sharded` from 1 on."""
     holds: list[Hold] = []
     for mode, count in option.held:
-        sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+        sizes = unit.sizes(mode, cluster, option.slices)
         holds += _held(mode, count, sizes, option, places, training, cluster)
     if places.enter is None or places.leave is None:
         return holds  # never used: it is held, and that is all
     # Slices take turns: one is in use at a time, priced in the mode that needs most.
     mode = option.mode
-    sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+    sizes = unit.sizes(mode, cluster, option.slices)
     holds += _forward(option, sizes, places, training, cluster)
     holds += _backward(option, sizes, places, training, cluster)
     if unit.trained and places.leave_again is not None:
@@ -181,6 +181,8 @@ def _gather(
         holds.append(Hold(BUFFERS, column_bytes, issue, enter))
     if slices > 1:  # while a slice computes, the next one is gathered
         holds.append(Hold(BUFFERS, output, enter.next(), leave))
+    if sizes.moved:  # put in order through a temporary; see [Note: Shard dimension]
+        holds.append(Hold(GATHERED, sizes.moved * compute, enter, enter.next() if slices == 1 else leave))
     return holds
 
 
@@ -217,15 +219,18 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     )
     leave = places.leave_again
     numels = dict(sizes.gradients)
-    held_longer = sizes.gradients[-1][0] if mode != REPLICATE else None  # FSDP2's loop variable still names the last
+    # FSDP2's loop variables still name the last one, and the last of those that it has put in order
+    held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one and mode != REPLICATE]
     holds = [
-        Hold(GRADIENTS, numels[name] * compute, position, leave.next().next() if name == held_longer else leave.next())
+        Hold(GRADIENTS, numels[name] * compute, position, leave.next().next() if name in held_longer else leave.next())
         for name, position in places.gradients
         if name in numels
     ]
     entry = leave
     if option.slices > 1 and places.gradients:
         entry = min(position for _, position in places.gradients)
+    if sizes.moved_gradients:  # the last one beside its copy; those before it have given way to theirs
+        holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, leave.next()))
     under_way = cluster.device.is_cpu and reduce == master  # a cast waits for the result
     ended = reduction_end(places, cluster) if under_way else places.reduced
     if cluster.device.is_cpu and mode == REPLICATE and option.slices == 1:  # its input is freed once it is copied
@@ -255,5 +260,5 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
 
 def stepping_bytes(unit: Unit, option: Option, training: Training, cluster: Cluster) -> int:
     """Bytes that the optimizer needs for a unit only while it steps."""
-    held = sum(count * unit.sizes(shard_ranks(mode, cluster), option.slices).trained for mode, count in option.held)
+    held = sum(count * unit.sizes(mode, cluster, option.slices).trained for mode, count in option.held)
     return training.optimizer.temporaries * training.precision.master_bytes * held

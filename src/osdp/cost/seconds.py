@@ -21,7 +21,7 @@ from osdp.cluster.timed import at_least as timed_at_least
 from osdp.cluster.timed import between as timed_at
 from osdp.cost.holds import Places
 from osdp.cost.training import Training
-from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, shard_ranks
+from osdp.cost.units import Option, Sizes, Unit, is_gathered_again
 from osdp.model.graph import Stretch, Trace
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
@@ -124,7 +124,7 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
     reduce: list[Collective] = []
     stepped = tensors = 0
     for mode, count in option.held:
-        sizes = unit.sizes(shard_ranks(mode, cluster), option.slices)
+        sizes = unit.sizes(mode, cluster, option.slices)
         stepped += count * sizes.trained
         tensors += count * sizes.trained_tensors
         two_levels = option.crosses(mode)
@@ -174,15 +174,17 @@ def _gather(
         copied = sizes.gathered * (master + compute)
         seconds = cluster.device.memory_seconds(copied) + cluster.device.kernel_seconds
         return [Collective("copy", None, nbytes, 0.0, copied, seconds)]
+    copied = 2 * nbytes + 2 * sizes.moved * compute
     if mode in IN_NODE or (mode == FREE_TO_NODE and again):
-        return [_collective(ALL_GATHER, "node", nbytes, 2 * nbytes, cluster)]
-    return _over_world(ALL_GATHER, nbytes, 2 * nbytes, cluster, two_levels=two_levels)
+        return [_collective(ALL_GATHER, "node", nbytes, copied, cluster)]
+    return _over_world(ALL_GATHER, nbytes, copied, cluster, two_levels=two_levels)
 
 
 def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
     compute, reduce = training.precision.compute_bytes, training.reduce_bytes
     nbytes = sizes.reduced * reduce
-    copied = sum(numel for _, numel in sizes.gradients) * compute + nbytes
+    moved = sum(numel for _, numel in sizes.moved_gradients)
+    copied = (sum(numel for _, numel in sizes.gradients) + 2 * moved) * compute + nbytes
     if mode == REPLICATE:
         return [_collective(ALL_REDUCE, "world", nbytes, copied + 2 * nbytes, cluster)]
     if mode in IN_NODE:

@@ -11,11 +11,13 @@ block. Outside blocks every operator is a unit. Operators with tied parameters m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from osdp.cluster import Cluster
+from osdp.cost.sharding import shard_dim
 from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, KEEP, KEEP_IN_NODE, MODES, OVER_WORLD, REPLICATE
 
@@ -50,7 +52,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a unit, or of one of its slices, when `ranks` ranks share it. FSDP2 pads the first dimension."""
+    """Elements of a unit, or of one of its slices, when ranks share it. FSDP2 pads the first dimension.
+
+    `moved` and `moved_gradients` are of what is sharded along another one; see [Note: Shard dimension].
+    """
 
     gathered: int
     held: int
@@ -59,6 +64,8 @@ class Sizes:
     gradients: tuple[tuple[str, int], ...]  # elements of each trained parameter, not padded
     tensors: tuple[int, ...]  # gathered elements of each parameter
     trained_tensors: int
+    moved: int  # gathered elements
+    moved_gradients: tuple[tuple[str, int], ...]
 
     @property
     def cast_extra(self) -> int:
@@ -103,9 +110,9 @@ class Unit:
         """Equal for units that cost the same."""
         return tuple((p.shape, p.trainable) for p in self.parameters), self.split_dim
 
-    def sizes(self, ranks: int, slices: int = 1) -> Sizes:
+    def sizes(self, mode: str, cluster: Cluster, slices: int = 1) -> Sizes:
         shapes = tuple((p.name, self._sliced(p.shape, slices), p.trainable) for p in self.parameters)
-        return _sizes(shapes, ranks)
+        return _sizes(shapes, shard_ranks(mode, cluster), mode == FREE_TO_NODE)
 
     def _sliced(self, shape: tuple[int, ...], slices: int) -> tuple[int, ...]:
         """The shape of the largest slice: all slices are priced like it."""
@@ -121,23 +128,26 @@ class Unit:
 
 
 @lru_cache(maxsize=65536)
-def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int) -> Sizes:
-    gathered = held = reduced = trained = 0
-    gradients, tensors = [], []
+def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, first_only: bool) -> Sizes:
+    gathered = held = reduced = trained = moved = 0
+    gradients, tensors, moved_gradients = [], [], []
     for name, shape, trainable in shapes:
-        first = shape[0] if shape else 1
-        rest = 1
-        for size in shape[1:]:
-            rest *= size
-        shard = -(-first // ranks) * rest
+        dim = 0 if first_only else shard_dim(shape, ranks)
+        numel = math.prod(shape)
+        rest = math.prod((*shape[:dim], *shape[dim + 1 :]))
+        shard = -(-(shape[dim] if shape else 1) // ranks) * rest
         gathered += shard * ranks
         held += shard
         tensors.append(shard * ranks)
+        moved += numel if dim else 0
         if trainable:
             reduced += shard * ranks
             trained += shard
-            gradients.append((name, first * rest))
-    return Sizes(gathered, held, reduced, trained, tuple(gradients), tuple(tensors), len(gradients))
+            gradients.append((name, numel))
+            if dim:
+                moved_gradients.append((name, numel))
+    counts = len(gradients), moved, tuple(moved_gradients)
+    return Sizes(gathered, held, reduced, trained, tuple(gradients), tuple(tensors), *counts)
 
 
 def modes_for(cluster: Cluster) -> tuple[str, ...]:

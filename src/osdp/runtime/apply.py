@@ -6,19 +6,20 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from osdp._torch.fsdp import backward_broke, compute_in_place, drop_gradients, param_groups, shared_post_forward_meshes
+from osdp.cost.sharding import shard_dim
 from osdp.errors import UsageError
-from osdp.planfile import IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
+from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
 from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
 from osdp.runtime.courier import Courier, Reductions
@@ -159,11 +160,20 @@ def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes
                 piece.modules[0] if len(piece.modules) == 1 else list(piece.modules),
                 mesh=meshes.of(piece.mode),
                 reshard_after_forward=meshes.after_forward(piece.mode),
+                shard_placement_fn=_placement(piece.mode, meshes),
                 mp_policy=policy,
             )
     sharded = _tie_again(model, tied)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy, ignored_params=sharded)
+
+
+def _placement(mode: str, meshes: Meshes) -> Callable[[nn.Parameter], Shard] | None:
+    """See [Note: Shard dimension] in osdp.cost.sharding."""
+    if mode == FREE_TO_NODE:
+        return None
+    ranks = meshes.of(mode).size(-1)
+    return lambda parameter: Shard(shard_dim(parameter.shape, ranks))
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

@@ -76,6 +76,10 @@ class PartRecorder(Recorder):
             self.name(GRADIENTS, args[0])
         elif namespace == "fsdp" and func._opname == "split_with_sizes_copy":
             self.name(GATHERED, kwargs["out"])
+        elif func is torch.ops.aten.cat.default and _asker() == BUFFERS:  # see [Note: Shard dimension]
+            self.name(GRADIENTS, args[0])
+        elif func is torch.ops.aten.cat.out and _asker() == BUFFERS:
+            self.name(GATHERED, [kwargs["out"]])
         elif func is torch.ops.aten.add_.Tensor and _asker() == GATHERED:  # a micro-batch's gradient to the earlier one
             self.name(GRADIENTS, [t for t in tree_leaves(args) if isinstance(t, Tensor)])
         return super().__torch_dispatch__(func, types, args, kwargs)
