@@ -149,3 +149,9 @@ def test_units_that_are_too_small_to_gain_from_two_levels_stay_on_one() -> None:
         sizes[any(key.two_levels for key in keys)].append(unit.numel)
     assert sizes[True] and sizes[False], sizes
     assert max(sizes[False]) < min(sizes[True])
+
+
+@pytest.mark.usefixtures("small_operators_split")
+def test_with_another_dimension_sharded() -> None:
+    tables = tables_for("stacked", "2x2xA100-40GB")
+    compare(tables, 2, seed=7, count=6)
