@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 __all__ = [
     "AllGather",
@@ -25,6 +26,7 @@ __all__ = [
     "compute_in_place",
     "drop_gradients",
     "param_groups",
+    "prefetch",
     "shared_post_forward_meshes",
     "watch",
 ]
@@ -34,6 +36,31 @@ def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
     """What FSDP2 gathers together for a module: one group, or none where deeper units hold all of its parameters."""
     assert isinstance(module, FSDPModule)
     return module._get_fsdp_state()._fsdp_param_groups
+
+
+class _Ahead(list[FSDPState]):
+    """Units to prefetch, without those that this backward is done with.
+
+    FSDP2 would gather these once more, for nothing, and hold them until backward ends: where the second forward of a
+    block ends, the block after it; and where a block hands a tensor through (T5's position bias), whose gradient comes
+    last, the operator with which its backward began.
+    """
+
+    def __iter__(self) -> Iterator[FSDPState]:
+        return (state for state in super().__iter__() if not self._is_done(state))
+
+    @staticmethod
+    def _is_done(state: FSDPState) -> bool:
+        return any(group._training_state is TrainingState.POST_BACKWARD for group in state._fsdp_param_groups)
+
+
+def prefetch(module: FSDPModule, following: FSDPModule, *, backward: bool) -> None:
+    """Lets a unit gather the one that follows it in forward, or in backward."""
+    ahead = _Ahead([following._get_fsdp_state()])
+    if backward:
+        module._get_fsdp_state()._states_to_backward_prefetch = ahead
+    else:
+        module._get_fsdp_state()._states_to_forward_prefetch = ahead
 
 
 def backward_broke(model: FSDPModule) -> bool:

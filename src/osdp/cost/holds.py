@@ -16,6 +16,11 @@ next unit's reduction begins. The result, in the master's dtype, is the rank's g
 (gloo, see [Note: Reduce-scatter] in osdp.runtime.collectives), what a neighbour sends needs room for a part, and what
 is exchanged on two levels room for a column; one reduction is under way at a time.
 
+[Note: Copy-in]
+On processors the kernel that copies gradients in (`_chunk_cat`) first makes padded copies of all that do not divide over
+the ranks, and where the reduction has another dtype it copies one gradient at a time before it casts it. On CUDA it is
+one kernel without copies.
+
 [Note: In place]
 A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
 """
@@ -238,6 +243,8 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
         holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), ended, ended.next()))
     holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, ended))
+    if cluster.device.is_cpu:
+        holds.append(Hold(BUFFERS, _copied_in_bytes(sizes, option, training), entry, leave.next()))
     result = sizes.trained * reduce
     if cluster.device.is_cpu and mode != REPLICATE:
         room = sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
@@ -256,6 +263,14 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
             added = places.finish  # carried, it waits behind reductions that hold buffers: at most until backward ends
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
+
+
+def _copied_in_bytes(sizes: Sizes, option: Option, training: Training) -> int:
+    """What a processor's copy into the reduction needs beside its input; see [Note: Copy-in]."""
+    compute, reduce = training.precision.compute_bytes, training.reduce_bytes
+    if training.accumulation > 1 and option.reduce_once:  # earlier micro-batches' gradients have the reduction's dtype
+        compute = reduce
+    return (sizes.padded + (sizes.largest if compute != reduce else 0)) * compute
 
 
 def stepping_bytes(unit: Unit, option: Option, training: Training, cluster: Cluster) -> int:

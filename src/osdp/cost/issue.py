@@ -167,11 +167,14 @@ class _Walk:
             self._reduce(pieces[0])
 
     def _second_forward(self, index: int) -> None:
-        """A second forward issues as the first did, but for the piece whose backward has begun."""
+        """A second forward issues as the first did within its block, but for the piece whose backward has begun."""
         for piece in self.pieces[index]:
             self._gather(piece, GATHER_AGAIN)
+            following = self._next.get(piece)
+            if following is None or following.unit.block != piece.unit.block:
+                continue
             if index not in self._reached or piece is not self.pieces[index][-1]:
-                self._gather(self._next.get(piece), GATHER_AGAIN)
+                self._gather(following, GATHER_AGAIN)
         if index in self._reached:
             self._go_back(index)
 

@@ -66,6 +66,8 @@ class Sizes:
     trained_tensors: int
     moved: int  # gathered elements
     moved_gradients: tuple[tuple[str, int], ...]
+    padded: int  # elements, with their padding, of the trained parameters that do not divide over the ranks
+    largest: int  # elements of the largest trained parameter, padded
 
     @property
     def cast_extra(self) -> int:
@@ -129,7 +131,7 @@ class Unit:
 
 @lru_cache(maxsize=65536)
 def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, first_only: bool) -> Sizes:
-    gathered = held = reduced = trained = moved = 0
+    gathered = held = reduced = trained = moved = padded = largest = 0
     gradients, tensors, moved_gradients = [], [], []
     for name, shape, trainable in shapes:
         dim = 0 if first_only else shard_dim(shape, ranks)
@@ -144,9 +146,11 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
             reduced += shard * ranks
             trained += shard
             gradients.append((name, numel))
+            padded += shard * ranks if shard * ranks != numel else 0
+            largest = max(largest, shard * ranks)
             if dim:
                 moved_gradients.append((name, numel))
-    counts = len(gradients), moved, tuple(moved_gradients)
+    counts = len(gradients), moved, tuple(moved_gradients), padded, largest
     return Sizes(gathered, held, reduced, trained, tuple(gradients), tuple(tensors), *counts)
 
 

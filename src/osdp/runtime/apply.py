@@ -16,7 +16,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from osdp._torch.fsdp import backward_broke, compute_in_place, drop_gradients, param_groups, shared_post_forward_meshes
+from osdp._torch.fsdp import (
+    backward_broke,
+    compute_in_place,
+    drop_gradients,
+    param_groups,
+    prefetch,
+    shared_post_forward_meshes,
+)
 from osdp.cost.sharding import shard_dim
 from osdp.errors import UsageError
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
@@ -234,9 +241,9 @@ def _prefetch(plan: Plan, pieces: Sequence[Piece]) -> None:
     for module in forward:
         module._set_unshard_async_op(True)
     for now, following in itertools.pairwise(forward):
-        now.set_modules_to_forward_prefetch([following])
+        prefetch(now, following, backward=False)
     for now, following in itertools.pairwise(backward):
-        now.set_modules_to_backward_prefetch([following])
+        prefetch(now, following, backward=True)
 
 
 def _sharded(module: nn.Module) -> FSDPModule:

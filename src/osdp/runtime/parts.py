@@ -5,6 +5,11 @@ Parameters, optimizer states, buffers and inputs are there before the step. What
 by the code that asks for it: a parameter's gathered copy, or a buffer of a collective. A gradient is known when it is
 copied into its reduction, added to an earlier one, or named by a parameter in the end; then all of its life counts as
 such. The rest are activations and temporaries of kernels, which only their use would tell apart: they are one part.
+
+[Note: Kernels' copies]
+A kernel of torch that is made of others allocates inside, which fake tensors do not show. Of those in a step it matters
+in one: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
+osdp.cost.holds). The recorder makes the same copies where it sees that kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +41,10 @@ _FRAMES = 12  # from the allocation up to FSDP2 there are fewer
 
 
 class PartRecorder(Recorder):
-    """Follows every storage from its allocation to its end; `issued` records the collectives that it sees."""
+    """Follows every storage from its allocation to its end.
+
+    `issued` records the collectives that it sees; None where they are carried, on processors.
+    """
 
     def __init__(self, issued: Recording | None) -> None:
         super().__init__(set())
@@ -74,6 +82,8 @@ class PartRecorder(Recorder):
             self._issued.seen(func, args)
         elif namespace == "fsdp" and func._opname == "chunk_cat":
             self.name(GRADIENTS, args[0])
+            if self._issued is None:
+                self._copy_in(*args, **kwargs)
         elif namespace == "fsdp" and func._opname == "split_with_sizes_copy":
             self.name(GATHERED, kwargs["out"])
         elif func is torch.ops.aten.cat.default and _asker() == BUFFERS:  # see [Note: Shard dimension]
@@ -83,6 +93,13 @@ class PartRecorder(Recorder):
         elif func is torch.ops.aten.add_.Tensor and _asker() == GATHERED:  # a micro-batch's gradient to the earlier one
             self.name(GRADIENTS, [t for t in tree_leaves(args) if isinstance(t, Tensor)])
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copy_in(self, gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
+        """See [Note: Kernels' copies]."""
+        with self:
+            padded = [_padded(gradient, num_chunks) for gradient in gradients]
+            for each in padded if out.dtype != gradients[0].dtype else ():
+                torch.empty_like(each)
 
     def _hold(self, tensor: Tensor) -> bool:
         fresh = super()._hold(tensor)
@@ -117,6 +134,11 @@ class PartRecorder(Recorder):
 
             torch.UntypedStorage.resize_ = known  # type: ignore[method-assign]
             yield
+
+
+def _padded(gradient: Tensor, ranks: int) -> Tensor:
+    missing = -gradient.shape[0] % ranks
+    return torch.nn.functional.pad(gradient, [0, 0] * (gradient.dim() - 1) + [0, missing]) if missing else gradient
 
 
 def _asker() -> str:
