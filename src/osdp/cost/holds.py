@@ -17,9 +17,13 @@ next unit's reduction begins. The result, in the master's dtype, is the rank's g
 is exchanged on two levels room for a column; one reduction is under way at a time.
 
 [Note: Copy-in]
-On processors the kernel that copies gradients in (`_chunk_cat`) first makes padded copies of all that do not divide over
-the ranks, and where the reduction has another dtype it copies one gradient at a time before it casts it. On CUDA it is
-one kernel without copies.
+On processors the kernel that copies gradients in (`_chunk_cat`) first makes padded copies of all that do not divide
+over the ranks, and where the reduction has another dtype it copies one gradient at a time before it casts it. On CUDA
+it is one kernel without copies.
+
+[Note: Slices' activations]
+A split operator holds a slice's output beside the joined one, and in backward a slice's gradient of the input beside
+the sum of those before it. Both grow with the batch, which units' own bytes do not.
 
 [Note: In place]
 A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
@@ -27,12 +31,14 @@ A replica computes with the parameters themselves where they have the dtype of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept
+from osdp.model.graph import Affine, Operator
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
 PARAMETERS = "parameters"
@@ -83,6 +89,15 @@ class Places:
     reduced: Position
     finish: Position  # backward is done, the optimizer has not begun
     gradients: tuple[tuple[str, Position], ...]
+    second: Position | None = None  # where a second forward enters it
+
+
+class Growth(NamedTuple):
+    """A hold that grows with the batch size."""
+
+    nbytes: Affine
+    start: Position
+    end: Position
 
 
 def unit_holds(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
@@ -202,9 +217,11 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
         in_node = mode == FREE_TO_NODE
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
         column = 0 if in_node else _column_bytes(option, sizes, training, cluster)
-        holds += _gather(
-            mode, slices, sizes, sent, column, places.issue_again, places.enter_again, places.leave_again, training
-        )
+        ahead = places.leave_again  # up to where the next slice's gather is held
+        if slices == 2 and places.gradients and training.reduce_bytes >= compute:
+            # of two, the one that computes beside the other's reduction has no slice after it
+            ahead = min(position for _, position in places.gradients)
+        holds += _gather(mode, slices, sizes, sent, column, places.issue_again, places.enter_again, ahead, training)
     return holds
 
 
@@ -226,16 +243,16 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     numels = dict(sizes.gradients)
     # FSDP2's loop variables still name the last one, and the last of those that it has put in order
     held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one and mode != REPLICATE]
+    entry, copied = leave, leave.next()
+    if option.slices > 1 and places.gradients:  # they are reduced one by one, before the operator is left
+        entry, copied, held_longer = min(position for _, position in places.gradients), leave, []
     holds = [
-        Hold(GRADIENTS, numels[name] * compute, position, leave.next().next() if name in held_longer else leave.next())
+        Hold(GRADIENTS, numels[name] * compute, position, copied.next() if name in held_longer else copied)
         for name, position in places.gradients
         if name in numels
     ]
-    entry = leave
-    if option.slices > 1 and places.gradients:
-        entry = min(position for _, position in places.gradients)
     if sizes.moved_gradients:  # the last one beside its copy; those before it have given way to theirs
-        holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, leave.next()))
+        holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, copied))
     under_way = cluster.device.is_cpu and reduce == master  # a cast waits for the result
     ended = reduction_end(places, cluster) if under_way else places.reduced
     if cluster.device.is_cpu and mode == REPLICATE and option.slices == 1:  # its input is freed once it is copied
@@ -244,7 +261,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), ended, ended.next()))
     holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, ended))
     if cluster.device.is_cpu:
-        holds.append(Hold(BUFFERS, _copied_in_bytes(sizes, option, training), entry, leave.next()))
+        holds.append(Hold(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce
     if cluster.device.is_cpu and mode != REPLICATE:
         room = sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
@@ -271,6 +288,31 @@ def _copied_in_bytes(sizes: Sizes, option: Option, training: Training) -> int:
     if training.accumulation > 1 and option.reduce_once:  # earlier micro-batches' gradients have the reduction's dtype
         compute = reduce
     return (sizes.padded + (sizes.largest if compute != reduce else 0)) * compute
+
+
+def slice_growths(unit: Unit, option: Option, places: Places, operators: Mapping[str, Operator]) -> list[Growth]:
+    """What a split operator's activations need beside those of the whole one; see [Note: Slices' activations]."""
+    if option.slices == 1 or places.enter is None or places.leave is None or places.enter.visit != places.leave.visit:
+        return []
+    operator = operators[unit.name]
+    shape = next(p.shape for p in unit.parameters if len(p.shape) > 1)
+    outputs, inputs = shape[unit.split_dim], shape[1 - unit.split_dim]
+    sliced = -(-outputs // option.slices)
+    growths = [Growth(_per_call(operator, sliced, outputs), places.enter.next().next(), places.leave)]
+    if places.second is not None:
+        begin = places.second.next().next()
+        growths.append(Growth(_per_call(operator, sliced, outputs), begin, begin.next()))
+    begin = min((position for _, position in places.gradients), default=END)
+    leave = places.leave_again
+    if leave is not None and leave.visit == begin.visit and operator.kind != "Embedding":  # tokens have no gradient
+        growths.append(Growth(_per_call(operator, inputs, outputs), begin, leave))
+    return growths
+
+
+def _per_call(operator: Operator, part: int, outputs: int) -> Affine:
+    """The bytes of one call's output if it had `part` features in place of `outputs`."""
+    whole = operator.output_bytes
+    return Affine(*(each * part // (outputs * operator.calls) for each in (whole.constant, whole.per_sample)))
 
 
 def stepping_bytes(unit: Unit, option: Option, training: Training, cluster: Cluster) -> int:

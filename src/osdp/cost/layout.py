@@ -140,6 +140,7 @@ class Layout:
                 reduced=reduced.get(i, Position(2 * len(self.shaped), 0)),
                 finish=Position(2 * len(self.shaped), 0),
                 gradients=p.gradients,
+                second=p.second,
             )
             for i, p in enumerate(raw)
         ]

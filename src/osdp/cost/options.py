@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from osdp.cost.holds import Hold, Places, Position, stepping_bytes, unit_holds
+from osdp.cost.holds import Hold, Places, Position, slice_growths, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout
 from osdp.cost.seconds import Collective, UnitWork, unit_work
 from osdp.cost.slots import Slots, value_at, visit_bytes
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from osdp.cost.tables import Tables
 
 _LAST_SLOT = 1 << 30
+Growths = tuple[IntArray, IntArray]
 
 
 def slices_of(option: UnitOption) -> int:
@@ -108,6 +109,18 @@ def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
 
 _BYTES = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
 _SECONDS = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
+
+
+def growth_rows(layout: Layout, units: Sequence[Unit], places: Sequence[Places], key: object, slots: Slots) -> Growths:
+    """Of an option's slices, what grows with the batch: for both visits, [slot, constant or per sample]."""
+    assert isinstance(key, tuple)
+    rows = tuple(np.zeros((length, 2), dtype=np.int64) for length in slots.lengths)
+    for unit, place, option in zip(units, places, key, strict=True):
+        for growth in slice_growths(unit, option, place, layout.graph.operators):
+            assert growth.start.visit == growth.end.visit
+            line = growth.nbytes.constant, growth.nbytes.per_sample
+            rows[slots.visits.index(growth.start.visit)][growth.start.slot : growth.end.slot] += line
+    return rows[0], rows[1]
 
 
 def _at_slices(options: Sequence[UnitOption], name: str) -> IntArray:

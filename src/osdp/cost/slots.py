@@ -82,12 +82,13 @@ class SlotGroups:
     def of(
         options: Sequence[Sequence[UnitOption]],
         guests: Sequence[Guest],
+        growths: Sequence[IntArray],
         which: int,
         flags: tuple[IntArray, IntArray, IntArray],
     ) -> SlotGroups:
         columns = [option.backward if which else option.forward for unit in options for option in unit]
         columns += [rows for guest in guests for rows in (guest.backward if which else guest.forward)]
-        features = np.concatenate([*columns, *(flag[:, None] for flag in flags)], axis=1)
+        features = np.concatenate([*columns, *growths, *(flag[:, None] for flag in flags)], axis=1)
         _, first, member = np.unique(features, axis=0, return_index=True, return_inverse=True)
         tail, issue, head = (flag[first] for flag in flags)
         return SlotGroups(first, member.reshape(-1), tail, issue, head, features[first])

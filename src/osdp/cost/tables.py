@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import numpy as np
+
 from osdp.cluster import Cluster
 from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
-from osdp.cost.options import guests_of, options_of, slices_of, together
+from osdp.cost.options import Growths, growth_rows, guests_of, options_of, slices_of, together
 from osdp.cost.seconds import Compute, compute_time
 from osdp.cost.slots import SlotGroups, Slots, neighbour_flags
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option, Unit, modes_for
 from osdp.errors import UsageError
-from osdp.model.graph import ModelGraph
+from osdp.model.graph import IntArray, ModelGraph
 from osdp.planfile import MODES
 from osdp.search.problem import (
     Guest,
@@ -183,6 +185,7 @@ class _MadeShape:
     shaped: ShapedStage
     options: tuple[tuple[UnitOption, ...], ...]
     guests: tuple[Guest, ...]
+    growths: tuple[Mapping[object, Growths], ...]  # of every unit, by the keys of its split options
     forward: SlotGroups
     backward: SlotGroups
     forward_time: Compute
@@ -198,15 +201,22 @@ class _MadeShape:
         lengths = 3 * len(shaped.trace.forward), 3 * len(shaped.trace.backward)
         slots = Slots(visits, lengths)
         first = sum(len(other.units) for other in layout.shaped[:index])
+        all_places = layout.places[first : first + len(shaped.units)]
         options = tuple(
             tuple(options_of(tables, layout, unit, places, slots))
-            for unit, places in zip(shaped.units, layout.places[first : first + len(shaped.units)], strict=True)
+            for unit, places in zip(shaped.units, all_places, strict=True)
         )
+        alone = [((unit,), (places,)) for unit, places in zip(shaped.units, all_places, strict=True)]
         if shaped.stage.name in tables._long:
-            options = (tuple(together(options)),)
+            options, alone = (tuple(together(options)),), [(shaped.units, tuple(all_places))]
+        growths = [
+            {o.key: growth_rows(layout, *held, o.key, slots) for o in unit if slices_of(o) > 1}
+            for held, unit in zip(alone, options, strict=True)
+        ]
         guests = guests_of(tables, layout, index, slots)
         flags = neighbour_flags(layout, index, slots, tables.cluster)
-        groups = [SlotGroups.of(options, guests, which, flags[which]) for which in (0, 1)]
+        grown = [[each[which] for unit in growths for each in unit.values()] for which in (0, 1)]
+        groups = [SlotGroups.of(options, guests, grown[which], which, flags[which]) for which in (0, 1)]
         return _MadeShape(
             shaped,
             tuple(tuple(_regrouped(option, groups) for option in unit) for unit in options),
@@ -217,6 +227,10 @@ class _MadeShape:
                     backward=tuple(rows[groups[1].first] for rows in guest.backward),
                 )
                 for guest in guests
+            ),
+            tuple(
+                {key: (rows[0][groups[0].first], rows[1][groups[1].first]) for key, rows in unit.items()}
+                for unit in growths
             ),
             groups[0],
             groups[1],
@@ -248,8 +262,8 @@ class _MadeShape:
         return ShapeTable(
             key=self.shaped.shape,
             units=tuple(
-                tuple(replace(o, forward=o.forward[kept], backward=o.backward[kept_again]) for o in unit)
-                for unit in self.options
+                tuple(_at_batch(o, growths.get(o.key), kept, kept_again, batch) for o in unit)
+                for unit, growths in zip(self.options, self.growths, strict=True)
             ),
             forward=forward,
             backward=backward,
@@ -266,6 +280,16 @@ class _MadeShape:
                 for guest in self.guests
             ),
         )
+
+
+def _at_batch(option: UnitOption, growths: Growths | None, kept: IntArray, again: IntArray, batch: int) -> UnitOption:
+    """An option's rows that are kept, with what its slices' activations need at a batch size."""
+    forward, backward = option.forward[kept], option.backward[again]
+    if growths is not None:
+        line = np.array([1, batch])
+        forward = forward + np.outer(growths[0][kept] @ line, [1, 0])
+        backward = backward + np.outer(growths[1][again] @ line, [1, 0])
+    return replace(option, forward=forward, backward=backward)
 
 
 def _regrouped(option: UnitOption, groups: Sequence[SlotGroups]) -> UnitOption:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import CONSTANTS, PARTS, SAVED, TEMPORARIES, Hold, Position, stepping_bytes, unit_holds
+from osdp.cost.holds import (
+    CONSTANTS,
+    PARTS,
+    SAVED,
+    TEMPORARIES,
+    Hold,
+    Position,
+    slice_growths,
+    stepping_bytes,
+    unit_holds,
+)
 from osdp.cost.layout import Layout, levels
 from osdp.cost.training import Training
 from osdp.cost.units import Option
@@ -84,6 +94,10 @@ def build_timeline(
             begin, end = _columns(hold, starts, columns)
             change[row[hold.part], begin] += hold.nbytes
             change[row[hold.part], end] -= hold.nbytes
+        for growth in slice_growths(unit, option, places, graph.operators):
+            begin, end = _column(growth.start, starts, columns), _column(growth.end, starts, columns)
+            change[row[TEMPORARIES], begin] += growth.nbytes.at(batch)
+            change[row[TEMPORARIES], end] -= growth.nbytes.at(batch)
     parts = change.cumsum(axis=1)[:, :columns]
     level = 0
     for visit, stretches in enumerate(passes):
@@ -93,7 +107,7 @@ def build_timeline(
         span = slice(int(starts[visit]), int(starts[visit + 1]))
         at_marks = np.repeat(slots[0::3], 3)
         parts[row[SAVED], span] = np.minimum(at_marks, slots)
-        parts[row[TEMPORARIES], span] = slots - parts[row[SAVED], span]
+        parts[row[TEMPORARIES], span] += slots - parts[row[SAVED], span]
         level += stretches[-1].end.at(batch)
     parts[row[CONSTANTS]] += graph.buffer_bytes + graph.input_bytes.at(batch)
     parts[row[SAVED], -1] = level

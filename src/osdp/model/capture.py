@@ -16,7 +16,7 @@ from osdp.errors import OsdpError
 from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth, renamed
 from osdp.model.beside import Beside, no_garbage_collection
 from osdp.model.depth import Short, shortened
-from osdp.model.fake import DTYPES, fake_copy
+from osdp.model.fake import DTYPES, fake_copy, sequences_not_packed
 from osdp.model.graph import Affine, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.measure import OperatorCosts, measure_operators
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
@@ -270,16 +270,17 @@ class _Runner:
 
         with self.mode:
             args, kwargs = tree_map_only(Tensor, fake, self.inputs(batch))
-            return run_trace(
-                self.model,
-                args,
-                kwargs,
-                loss=self.loss or _default_loss,
-                watched=self.watched,
-                recompute=recompute,
-                book_saved=book_saved,
-                input_dtype=self.dtype,
-            )
+            with sequences_not_packed(kwargs):
+                return run_trace(
+                    self.model,
+                    args,
+                    kwargs,
+                    loss=self.loss or _default_loss,
+                    watched=self.watched,
+                    recompute=recompute,
+                    book_saved=book_saved,
+                    input_dtype=self.dtype,
+                )
 
 
 def _default_loss(output: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from osdp._torch import FakeTensorMode, fake_store, tree_leaves, tree_map_only
 from osdp.cost.holds import CONSTANTS, GRADIENTS, PARAMETERS, STATES
 from osdp.cost.issue import Issued
-from osdp.model.fake import fake_copy
+from osdp.model.fake import fake_copy, sequences_not_packed
 from osdp.model.trace import Hooks, RawTrace
 from osdp.planfile import Plan
 from osdp.runtime.accumulate import accumulate
@@ -78,7 +78,9 @@ def dry_run(
         # outside the mode: device meshes hold real tensors
         parallelize(model, plan, carried=plan.cluster.device.is_cpu)
         with mode:
-            return _Step(model, inputs, plan, loss, watched, optimizer).second()
+            step = _Step(model, inputs, plan, loss, watched, optimizer)
+            with sequences_not_packed(step.kwargs):
+                return step.second()
 
 
 @contextmanager

@@ -1,11 +1,12 @@
 """Splits large operators into slices: child modules with parameters of their own, which FSDP2 gathers one at a time.
 
 [Note: Slices]
-An operator is split along its outputs, so that slices compute on their own and their outputs are concatenated: of a
-sum nothing could be said to the bit, and every slice would hold a whole output. A slice is an operator of the same kind
-with its part of the weight and of the bias. The operator stays where it is and what it is: its class becomes a subclass
-made for it, as FSDP2 makes `FSDPLinear`, because then its type, its hooks, copies and pickles work as before, and what
-overrides `forward` and calls `super().forward` in between still does its work.
+An operator is split along its outputs, so that slices compute on their own and their outputs are put side by side: of a
+sum nothing could be said to the bit, and every slice would hold a whole output. Each goes to its place in the joined
+output as soon as it is there: concatenated in the end, all of them would be held twice. A slice is an operator of the
+same kind with its part of the weight and of the bias. The operator stays where it is and what it is: its class becomes
+a subclass made for it, as FSDP2 makes `FSDPLinear`, because then its type, its hooks, copies and pickles work as
+before, and what overrides `forward` and calls `super().forward` in between still does its work.
 
 [Note: Joined]
 To the outside a split operator has its old names and shapes. Plain slices are concatenated in `state_dict`. Slices that
@@ -225,7 +226,18 @@ class SplitOperator(nn.Module):
         weight: Tensor = self._of_slices("weight")[0]
         if torch.is_grad_enabled() and weight.requires_grad and not _any_requires_grad((*args, *kwargs.values())):
             kwargs[_ANCHOR] = torch.zeros((), device=weight.device, requires_grad=True)
-        return torch.cat([piece(*args, **kwargs) for piece in self.slices], -1)
+        features = sum(part.shape[self.weight_dim] for part in self._of_slices("weight"))
+        joined: Tensor | None = None
+        start = 0
+        for piece in self.slices:
+            output = piece(*args, **kwargs)
+            if joined is None:
+                joined = output.new_empty((*output.shape[:-1], features))
+            joined = _Place.apply(joined, output, start)
+            start += output.shape[-1]
+            del output
+        assert joined is not None
+        return joined
 
     @property
     def weight(self) -> Tensor:
@@ -351,6 +363,21 @@ def _slice_of(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> nn.M
     piece.register_forward_pre_hook(_take_anchor, with_kwargs=True)
     piece.register_forward_hook(_reach_anchor)
     return piece
+
+
+class _Place(torch.autograd.Function):
+    """Writes a slice's output into the joined one, from column `start` on; its gradient is a view of the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, output: Tensor, start: int) -> Tensor:
+        ctx.columns = start, output.shape[-1]
+        ctx.mark_dirty(joined)
+        joined.narrow(-1, *ctx.columns).copy_(output)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return gradient, gradient.narrow(-1, *ctx.columns), None
 
 
 class _Reach(torch.autograd.Function):
