@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_json_too(capsys: pytest.CaptureFixture[str]) -> No
     assert error["peak_bytes"] > error["limit_bytes"] > 0
     assert sum(error["memory_parts"].values()) == error["peak_bytes"]
     assert error["peak_at"]
-    assert all(set(remedy) == {"change", "peak_bytes"} for remedy in error["remedies"])
+    assert all(set(remedy) == {"change", "peak_bytes", "estimate"} for remedy in error["remedies"])
 
 
 def test_the_json_of_a_misfit_has_every_field() -> None:
@@ -85,7 +85,7 @@ def test_the_json_of_a_misfit_has_every_field() -> None:
     error = DoesNotFit("no", peak_bytes=5, limit_bytes=4, peak_at="a", memory_parts={"x": 5}, remedies=remedies)
     assert plan_command.misfit_dict(error) == {
         **{"message": "no", "peak_bytes": 5, "limit_bytes": 4, "peak_at": "a", "memory_parts": {"x": 5}},
-        "remedies": [{"change": "recompute", "peak_bytes": 3}],
+        "remedies": [{"change": "recompute", "peak_bytes": 3, "estimate": False}],
     }
 
 

@@ -110,6 +110,42 @@ def test_lighter_states_fit() -> None:
     fits(cluster, training=Training.of("pure-bf16"))
 
 
+def test_the_fused_optimizer_fits() -> None:
+    """Where the update is the peak: one byte below what the plain optimizer needs at least."""
+    cluster, fused = resolve("1xCPU", None), Training.of("pure-bf16", "adamw-fused")
+    plain = Training.of("pure-bf16")
+    peak = smallest_timeline(captured(MODEL), cluster, plain, Rules(), 1).peak_bytes
+    cluster = resolve("1xCPU", peak - 1)
+    with pytest.raises(DoesNotFit) as error:
+        fits(cluster, training=plain)
+    promised, _ = remedy(error.value, "adamw-fused")
+    assert promised.peak_bytes <= fits(cluster, training=fused).predicted.peak_bytes <= cluster.limit_bytes
+
+
+def test_a_global_batch_is_priced_as_it_would_be_accumulated() -> None:
+    """Two samples of a rank need more than one: together, or, one by one, gradients that stay."""
+    graph, training = captured(MODEL), Training.of()
+    alone = smallest_timeline(graph, resolve("4xCPU", None), training, Rules(), 1).peak_bytes
+    cluster = resolve("4xCPU", alone)
+    fits(cluster)
+    with pytest.raises(DoesNotFit) as error:
+        plan_graph(graph, cluster, training, Rules(), global_batch=8)
+    peak = error.value.peak_bytes
+    assert peak > alone
+    plan_graph(graph, resolve("4xCPU", peak), training, Rules(), global_batch=8)
+    _, match = remedy(error.value, r"^(\d+) devices \((.*)\)$")
+    plan_graph(graph, resolve(match[2], alone), training, Rules(), global_batch=8)
+
+
+def test_what_is_not_computed_is_called_an_estimate() -> None:
+    cluster, rules = resolve("4xCPU", "9MiB"), Rules(modes=(FREE,), recompute=False, split=False)
+    error = refused(cluster, rules=rules, batch=8)
+    estimates = [each.change.split()[0] for each in error.remedies if each.estimate]
+    assert "sequences" in estimates and set(estimates) <= {"sequences", "optimizer"}
+    promised, _ = remedy(error, "sequences of about")
+    assert promised.peak_bytes <= cluster.limit_bytes
+
+
 def test_a_shorter_sequence_fits() -> None:
     cluster, rules = resolve("4xCPU", "8MiB"), Rules(modes=(FREE,), recompute=False, split=False)
     error = refused(cluster, rules=rules, batch=6)

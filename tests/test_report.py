@@ -143,7 +143,11 @@ def _misfit() -> DoesNotFit:
         limit_bytes=40 * GIB,
         peak_at="blocks.0 in backward",
         memory_parts={"parameters": 45 * GIB, "temporaries": 5 * GIB},
-        remedies=(Remedy("recompute", 45 * GIB), Remedy("16 devices", 40 * GIB)),
+        remedies=(
+            Remedy("recompute", 45 * GIB),
+            Remedy("16 devices", 40 * GIB),
+            Remedy("short", 39 * GIB, estimate=True),
+        ),
     )
 
 
@@ -151,6 +155,7 @@ def test_remedies_say_what_they_save_and_whether_they_suffice() -> None:
     page = misfit_page(_misfit())
     assert page.excess_bytes == 10 * GIB
     assert page.remedies == (
+        RemedyRow("short", 39 * GIB, 11 * GIB, True, estimate=True),
         RemedyRow("16 devices", 40 * GIB, 10 * GIB, True),
         RemedyRow("recompute", 45 * GIB, 5 * GIB, False),
     )

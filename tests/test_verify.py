@@ -24,9 +24,10 @@ from osdp.cli.main import main
 from osdp.cluster import Cluster
 from osdp.cost.graph import Planned, StepGraph, step_graph_of
 from osdp.cost.units import OPERATORS
-from osdp.errors import UsageError
+from osdp.errors import DoesNotFit
 from osdp.model.capture import scaled_inputs
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.runtime import dryrun
 from osdp.verify import Verification, plan_verified, tallied, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor.*")
@@ -175,7 +176,7 @@ def searched(wrong_by: int) -> tuple[Callable[[Cluster], Plan], Callable[[Plan],
 def test_the_limit_is_corrected_until_the_truth_fits(wrong_by: int) -> None:
     cluster = Cluster.parse("2x2xA100-80GB")
     search, check, limits = searched(wrong_by)
-    found = plan_verified(cluster, search, check)
+    found = plan_verified(cluster, search, check, not_expected)
     assert found.cluster == cluster
     assert 0 <= cluster.limit_bytes - found.predicted.peak_bytes <= 8
     assert limits[0] == cluster.limit_bytes
@@ -183,13 +184,47 @@ def test_the_limit_is_corrected_until_the_truth_fits(wrong_by: int) -> None:
     assert found.predicted.limit_bytes in (0, cluster.limit_bytes)
 
 
-def test_a_truth_that_never_fits_is_said() -> None:
-    search, _, _ = searched(0)
-    above = Verification(1, 1 << 40, "", "", {}, {}, (), (), 1)
-    with pytest.raises(UsageError, match="still exceeds"):
-        plan_verified(
-            Cluster.parse("4xA100-80GB"), search, lambda plan: replace(above, predicted_peak_bytes=(1 << 40) - 1)
+def not_expected(truth: Verification) -> DoesNotFit:
+    raise AssertionError(f"a plan fits, and {truth} was called a misfit")
+
+
+def test_where_no_dry_run_fits_the_error_is_of_the_one_that_needs_least() -> None:
+    """The truth is always 1 GiB and a little above the limit, least in the second round."""
+    cluster = Cluster.parse("4xA100-80GB")
+    search, _, limits = searched(0)
+    seen: list[Verification] = []
+
+    def check(plan: Plan) -> Verification:
+        above = cluster.limit_bytes + (1 << 30) + abs(len(limits) - 2)
+        return Verification(plan.predicted.peak_bytes, above, "", f"round {len(limits)}", {}, {}, (), (), 1)
+
+    def misfit(truth: Verification) -> DoesNotFit:
+        seen.append(truth)
+        return DoesNotFit(
+            "no", peak_bytes=truth.measured_peak_bytes, limit_bytes=0, peak_at="", memory_parts={}, remedies=()
         )
+
+    with pytest.raises(DoesNotFit):
+        plan_verified(cluster, search, check, misfit)
+    assert [truth.measured_at for truth in seen] == ["round 2"]
+    assert len(limits) == 4
+
+
+def test_a_plan_whose_dry_run_fits_is_kept_when_a_corrected_limit_allows_none() -> None:
+    """The first prediction is far too high: the limit is raised, the next dry run exceeds it, and no third plan is."""
+    cluster = Cluster.parse("4xA100-80GB")
+    search, _, limits = searched(0)
+
+    def until_the_third(given: Cluster) -> Plan:
+        if len(limits) == 2:
+            raise DoesNotFit("no", peak_bytes=1, limit_bytes=0, peak_at="", memory_parts={}, remedies=())
+        return search(given)
+
+    def check(plan: Plan) -> Verification:
+        truth = plan.predicted.peak_bytes // 2 if len(limits) == 1 else 1 << 40
+        return Verification(plan.predicted.peak_bytes, truth, "", "", {}, {}, (), (), 1)
+
+    assert plan_verified(cluster, until_the_third, check, not_expected).batch_size == 1
 
 
 # ---- the command
@@ -220,3 +255,20 @@ def test_the_command_verifies_what_plan_made(tmp_path: Path, capsys: pytest.Capt
     page, error = capsys.readouterr()
     assert "DIFFERS  peak memory" in page and "agrees  collectives" in page
     assert "plan again" in error
+
+
+def test_the_command_answers_a_truth_that_never_fits_as_it_answers_a_misfit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dry runs that need 1 GiB more than they do: what the search's tables cannot know."""
+    true = dryrun.DryRun.peak_bytes.fget
+    assert true is not None
+    monkeypatch.setattr(dryrun.DryRun, "peak_bytes", property(lambda run: true(run) + (1 << 30)))
+    arguments = ["plan", f"{__name__}:small_model", "--cluster", "2x2xA100-40GB", "--batch", "2", "--memory", "512MiB"]
+    assert main([*arguments, "--quiet", "--verify", "--json"]) == 3
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert error["peak_bytes"] > 1 << 30 > error["limit_bytes"]
+    assert "No plan fits" in err and "What would help" in err
+    assert "of memory on each device" in error["remedies"][0]["change"]
+    assert all(remedy["estimate"] for remedy in error["remedies"])  # another plan's dry run may find more, or less

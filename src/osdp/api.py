@@ -13,8 +13,8 @@ from osdp.cost.layout import Layout
 from osdp.cost.tables import Grain, Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import Option
-from osdp.errors import UsageError
-from osdp.fit import nothing_fits
+from osdp.errors import DoesNotFit, UsageError
+from osdp.fit import Measured, nothing_fits
 from osdp.model.graph import ModelGraph
 from osdp.planfile import (
     MODES,
@@ -109,7 +109,14 @@ def plan(
             report(Progress("dry run", plan.batch_size, 0, 1, plan.predicted.samples_per_second))
             return dry_run(plan, graph, build=lambda: model, inputs=inputs, loss=loss)
 
-        return plan_verified(devices, search, check)
+        def misfit(truth: Verification) -> DoesNotFit:
+            unseen = truth.measured_peak_bytes - truth.predicted_peak_bytes
+            least = Measured(truth.measured_peak_bytes, truth.measured_at, truth.measured_parts, unseen)
+            return nothing_fits(
+                graph, devices, training, rules, batch or 1, global_batch=global_batch, measured=least
+            )
+
+        return plan_verified(devices, search, check, misfit)
 
     return planned_by_rank_0(make)
 
@@ -158,7 +165,7 @@ def plan_graph(
 
     found = search_batches(candidates, seconds=search_seconds, progress=shown) if candidates else None
     if found is None:
-        raise nothing_fits(graph, cluster, training, rules, batch or 1)
+        raise nothing_fits(graph, cluster, training, rules, batch or 1, global_batch=global_batch)
     report(Progress("baselines", found.batch, 0, 1, cluster.world_size / found.seconds_per_sample))
     chosen = tables[found.candidate.accumulation]
     problem = found.candidate.make(found.batch, found.batch)

@@ -20,12 +20,14 @@ class UsageError(OsdpError):
 class Remedy:
     """One change that would make a plan fit, and the smallest peak that it reaches.
 
-    `limit_bytes` is the limit after the change, where the change is one of the limit itself.
+    `limit_bytes` is the limit after the change, where the change is one of the limit itself. An `estimate` is not
+    computed as a plan's peak is; see [Note: Remedies] in osdp.fit.
     """
 
     change: str
     peak_bytes: int
     limit_bytes: int | None = None
+    estimate: bool = False
 
 
 class DoesNotFit(OsdpError):

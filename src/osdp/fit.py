@@ -1,11 +1,19 @@
-"""Why nothing fits, and the cheapest single changes that would."""
+"""Why nothing fits, and the cheapest single changes that would.
+
+[Note: Remedies]
+A remedy's peak is computed as the error's own is: the smallest peak of the model after the change. What cannot be
+computed so is an estimate, and says it: a shorter sequence, for which the model would have to be traced again; states
+on the host, which this package does not move; and everything after a dry run that found more than was predicted, as
+another plan's dry run may find more, or less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from osdp.cluster import Cluster, format_bytes
+from osdp.cost.holds import PARTS, SAVED, TEMPORARIES
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import OPTIMIZERS, PRECISIONS, Training
@@ -14,6 +22,16 @@ from osdp.model.graph import ModelGraph
 from osdp.search.solve import lowest_peak
 
 _MOST_DEVICES = 64  # times the given ones: beyond that more devices are no remedy
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The peak of the dry run that needed least, and how many bytes more than predicted that is."""
+
+    peak_bytes: int
+    peak_at: str
+    memory_parts: Mapping[str, int]
+    unseen_bytes: int
 
 
 def smallest_timeline(graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batch: int) -> Timeline:
@@ -27,66 +45,127 @@ def smallest_timeline(graph: ModelGraph, cluster: Cluster, training: Training, r
     return min(found, key=lambda timeline: timeline.peak_bytes)
 
 
-def nothing_fits(graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batch: int) -> DoesNotFit:
-    """The error that says how small the peak can be made, where it is, and what would make it fit."""
-    timeline = smallest_timeline(graph, cluster, training, rules, batch)
-    remedies = tuple(_remedies(graph, cluster, training, rules, batch, timeline))
-    peak, limit = timeline.peak_bytes, cluster.limit_bytes
-    helps = "; ".join(f"{r.change} ({format_bytes(r.peak_bytes)})" for r in remedies[:2])
+def nothing_fits(
+    graph: ModelGraph,
+    cluster: Cluster,
+    training: Training,
+    rules: Rules,
+    batch: int,
+    *,
+    global_batch: int | None = None,
+    measured: Measured | None = None,
+) -> DoesNotFit:
+    """The error that says how small the peak can be made, where it is, and what would make it fit.
+
+    With a `global_batch`, however it is accumulated; `measured` is the least that dry runs found, if they were made.
+    """
+    needs = _Needs(graph, rules, batch, global_batch)
+    timeline = needs.least(cluster, training)
+    assert timeline is not None
+    peak = timeline.peak
+    least = measured or Measured(peak.nbytes, str(peak), peak.parts, 0)
+    remedies = tuple(_remedies(needs, cluster, training, timeline, least))
+    helps = "; ".join(
+        f"{r.change} ({'about ' if r.estimate else ''}{format_bytes(r.peak_bytes)})" for r in remedies[:2]
+    )
     return DoesNotFit(
-        f"the smallest reachable peak, {format_bytes(peak)} at {timeline.peak}, exceeds the limit of "
-        f"{format_bytes(limit)}; {helps} would fit",
-        peak_bytes=peak,
-        limit_bytes=limit,
-        peak_at=str(timeline.peak),
-        memory_parts=timeline.peak.parts,
+        f"the smallest {'measured' if measured else 'reachable'} peak, {format_bytes(least.peak_bytes)} at "
+        f"{least.peak_at}, exceeds the limit of {format_bytes(cluster.limit_bytes)}; {helps} would fit",
+        peak_bytes=least.peak_bytes,
+        limit_bytes=cluster.limit_bytes,
+        peak_at=least.peak_at,
+        memory_parts=least.memory_parts,
         remedies=remedies,
     )
 
 
+@dataclass(frozen=True)
+class _Needs:
+    """A model with what is asked of its plans."""
+
+    graph: ModelGraph
+    rules: Rules
+    batch: int
+    global_batch: int | None
+
+    def least(self, cluster: Cluster, training: Training) -> Timeline | None:
+        """The smallest timeline; None where the global batch does not divide over the cluster."""
+        found = [
+            smallest_timeline(self.graph, cluster, replace(training, accumulation=accumulation), self.rules, batch)
+            for accumulation, batch in self._micro_batches(cluster)
+        ]
+        return min(found, key=lambda timeline: timeline.peak_bytes, default=None)
+
+    def _micro_batches(self, cluster: Cluster) -> set[tuple[int, int]]:
+        """Accumulations and micro-batches, without those that need more than another."""
+        if self.global_batch is None:
+            return {(1, self.batch)}
+        each, rest = divmod(self.global_batch, cluster.world_size)
+        # accumulated gradients need the same room however often they are, so the smallest micro-batch needs least
+        return set() if rest or not each else {(1, each), (each, 1)}
+
+
 def _remedies(
-    graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batch: int, timeline: Timeline
+    needs: _Needs, cluster: Cluster, training: Training, timeline: Timeline, least: Measured
 ) -> Iterator[Remedy]:
-    limit = cluster.limit_bytes
+    limit, unseen = cluster.limit_bytes, least.unseen_bytes
+    needed = -(-int(least.peak_bytes / (1 - cluster.reserve_fraction)) // (1 << 20)) + 1
+    size = f"{format_bytes(needed << 20)} of memory on each device"
+    yield Remedy(size, least.peak_bytes, least.peak_bytes, estimate=unseen != 0)
 
-    def reached(*, on: Cluster = cluster, by: Training = training, under: Rules = rules, at: int = batch) -> int:
-        return smallest_timeline(graph, on, by, under, at).peak_bytes
+    def tried(
+        change: str, *, on: Cluster = cluster, by: Training = training, of: _Needs = needs, estimate: bool = False
+    ) -> Iterator[Remedy]:
+        found = of.least(on, by)
+        if found is not None and found.peak_bytes + unseen <= limit:
+            yield Remedy(change, found.peak_bytes + unseen, estimate=estimate or unseen != 0)
 
-    peak = timeline.peak_bytes
-    needed = -(-int(peak / (1 - cluster.reserve_fraction)) // (1 << 20)) + 1
-    yield Remedy(f"{format_bytes(needed << 20)} of memory on each device", peak, peak)
-    free = Rules(pins=None)
-    if rules != free and (smaller := reached(under=free)) <= limit:
-        yield Remedy("dropping the restrictions on modes, splits, recompute and pins", smaller)
-    if batch > 1 and (smaller := reached(at=1)) <= limit:
-        yield Remedy("a batch of 1", smaller)
-    for factor in (2, 4, 8, 16, 32, _MOST_DEVICES):
+    if needs.rules != Rules():
+        of = replace(needs, rules=Rules())
+        yield from tried("dropping the restrictions on modes, splits, recompute and pins", of=of)
+    if needs.global_batch is None and needs.batch > 1:
+        yield from tried("a batch of 1", of=replace(needs, batch=1))
+    yield from _more_devices(cluster, tried)
+    yield from _lighter(training, tried)
+    yield from _shorter(needs.graph, timeline, limit, unseen)
+
+
+def _more_devices(cluster: Cluster, tried: Callable[..., Iterator[Remedy]]) -> Iterator[Remedy]:
+    factor = 2
+    while factor <= _MOST_DEVICES:
         larger = replace(cluster, nodes=cluster.nodes * factor)
-        if (smaller := reached(on=larger)) <= limit:
-            yield Remedy(f"{larger.world_size} devices ({larger.word})", smaller)
-            break
-    if training.precision.name != "pure-bf16":
+        remedy = next(tried(f"{larger.world_size} devices ({larger.word})", on=larger), None)
+        if remedy is not None:
+            yield remedy
+            return
+        factor *= 2
+
+
+def _lighter(training: Training, tried: Callable[..., Iterator[Remedy]]) -> Iterator[Remedy]:
+    """Fewer bytes for each parameter."""
+    precision, optimizer = training.precision, training.optimizer
+    if precision.name != "pure-bf16" and precision.compute_dtype == "bf16":
         lighter = replace(training, precision=PRECISIONS["pure-bf16"], reduce_dtype="bf16")
-        if training.precision.compute_dtype == "bf16" and (smaller := reached(by=lighter)) <= limit:
-            yield Remedy("parameters and optimizer states in bf16 (precision pure-bf16)", smaller)
-    if training.optimizer.name == "adamw":
+        yield from tried("parameters and optimizer states in bf16 (precision pure-bf16)", by=lighter)
+    if optimizer.name == "adamw":
         fused = replace(training, optimizer=OPTIMIZERS["adamw-fused"])
-        if (smaller := reached(by=fused)) <= limit:
-            yield Remedy("the fused optimizer, which needs no temporary copy (adamw-fused)", smaller)
-    moved = replace(training, optimizer=replace(training.optimizer, states=0, temporaries=0, counters=0))
-    if training.optimizer.states and (smaller := reached(by=moved)) <= limit:
-        yield Remedy("optimizer states offloaded to the host", smaller)
-    yield from _shorter(graph, timeline, limit)
+        yield from tried("the fused optimizer, which needs no temporary copy (adamw-fused)", by=fused)
+    if optimizer.states:
+        moved = replace(training, optimizer=replace(optimizer, states=0, temporaries=0, counters=0))
+        yield from tried("optimizer states offloaded to the host (osdp does not)", by=moved, estimate=True)
 
 
-def _shorter(graph: ModelGraph, timeline: Timeline, limit: int) -> Iterator[Remedy]:
-    """A shorter sequence, where activations are most of what is too much: they shrink with it, or faster."""
+def _shorter(graph: ModelGraph, timeline: Timeline, limit: int, unseen: int) -> Iterator[Remedy]:
+    """A shorter sequence: at every point of the step activations shrink with it, or faster, and the rest does not."""
     if not graph.seq_len:
         return
-    parts = timeline.peak.parts
-    growing = parts["saved activations"] + parts["temporaries"]
-    fixed = timeline.peak_bytes - growing
-    if fixed < limit and growing:
-        length = int(graph.seq_len * (limit - fixed) / growing) // 8 * 8
-        if length >= 8:
-            yield Remedy(f"sequences of about {length} instead of {graph.seq_len}", limit)
+    growing = timeline.parts[[PARTS.index(SAVED), PARTS.index(TEMPORARIES)]].sum(axis=0)
+    growing[-1] = 0  # the optimizer's temporaries
+    fixed = timeline.total - growing + unseen
+    if (fixed > limit).any() or not growing.any():
+        return
+    share = ((limit - fixed)[growing > 0] / growing[growing > 0]).min()
+    length = int(graph.seq_len * share) // 8 * 8
+    if 8 <= length < graph.seq_len:
+        reached = int((fixed + growing * (length / graph.seq_len)).max())
+        yield Remedy(f"sequences of about {length} instead of {graph.seq_len}", reached, estimate=True)

@@ -18,7 +18,7 @@ from osdp.cluster import Cluster
 from osdp.cost.graph import Planned, step_graph_of
 from osdp.cost.holds import PARTS, SAVED, TEMPORARIES
 from osdp.cost.issue import Issued
-from osdp.errors import UsageError
+from osdp.errors import DoesNotFit, UsageError
 from osdp.model.graph import ModelGraph
 from osdp.model.trace import RawTrace
 from osdp.planfile import Plan
@@ -178,16 +178,28 @@ def _peak_at(trace: RawTrace) -> str:
     return f"{name} in {phase}"
 
 
-def plan_verified(cluster: Cluster, search: Callable[[Cluster], Plan], check: Callable[[Plan], Verification]) -> Plan:
+def plan_verified(
+    cluster: Cluster,
+    search: Callable[[Cluster], Plan],
+    check: Callable[[Plan], Verification],
+    misfit: Callable[[Verification], DoesNotFit],
+) -> Plan:
     """Searches until a plan's dry run fits the memory and its prediction agrees with it, or four rounds are over.
 
     Each round gives the search a limit that is corrected by the last prediction's error. The answer's peak is measured.
+    Where no dry run fits, `misfit` makes the error out of the one that needs least.
     """
     limit = cluster.limit_bytes
     fitting: list[Plan] = []
+    exceeding: list[Verification] = []
     searched, last = limit, None
     for _ in range(ROUNDS):
-        found = _planned_within(cluster, searched, search)
+        try:
+            found = _planned_within(cluster, searched, search)
+        except DoesNotFit:
+            if last is None:
+                raise
+            break  # under the corrected limit nothing fits: what was found under others decides
         if last is not None and found.units == last.units and found.batch_size == last.batch_size:
             break
         last, truth = found, check(found)
@@ -196,12 +208,11 @@ def plan_verified(cluster: Cluster, search: Callable[[Cluster], Plan], check: Ca
             fitting.append(_measured(found, truth))
             if off >= -TOLERANCE * truth.measured_peak_bytes:
                 break
-        searched = limit - off
+        else:
+            exceeding.append(truth)
+        searched = max(1, limit - off)
     if not fitting:
-        raise UsageError(
-            f"after {ROUNDS} rounds the dry run of the plan still exceeds the limit of {limit:,} bytes; "
-            "give less with --memory, or plan without --verify"
-        )
+        raise misfit(min(exceeding, key=lambda truth: truth.measured_peak_bytes))
     return max(fitting, key=lambda plan: plan.predicted.samples_per_second)
 
 

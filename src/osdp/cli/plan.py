@@ -223,5 +223,8 @@ def misfit_dict(error: DoesNotFit) -> dict[str, Any]:
         "limit_bytes": error.limit_bytes,
         "peak_at": error.peak_at,
         "memory_parts": dict(error.memory_parts),
-        "remedies": [{"change": remedy.change, "peak_bytes": remedy.peak_bytes} for remedy in error.remedies],
+        "remedies": [
+            {"change": each.change, "peak_bytes": each.peak_bytes, "estimate": each.estimate}
+            for each in error.remedies
+        ],
     }

@@ -112,6 +112,7 @@ class RemedyRow:
     peak_bytes: int
     saved_bytes: int
     fits: bool
+    estimate: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def misfit_page(error: DoesNotFit) -> MisfitPage:
                 peak_bytes=each.peak_bytes,
                 saved_bytes=error.peak_bytes - each.peak_bytes,
                 fits=each.peak_bytes <= (each.limit_bytes or error.limit_bytes),
+                estimate=each.estimate,
             )
             for each in sorted(error.remedies, key=lambda remedy: remedy.peak_bytes)
         ),

@@ -12,7 +12,7 @@ from osdp.cluster import format_bytes
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
-from osdp.report.page import Group, Memory, MisfitPage, Part, PlanPage, UnitRow
+from osdp.report.page import Group, Memory, MisfitPage, Part, PlanPage, RemedyRow, UnitRow
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 BAR_WIDTH = 30
@@ -166,9 +166,15 @@ def print_misfit(page: MisfitPage, out: Console) -> None:
             row.change,
             format_bytes(row.peak_bytes),
             format_bytes(row.saved_bytes),
-            "fits" if row.fits else "not enough alone",
+            _verdict(row),
         )
     out.print(indented(table))
+
+
+def _verdict(row: RemedyRow) -> str:
+    if not row.fits:
+        return "not enough alone"
+    return "may fit (estimate)" if row.estimate else "fits"
 
 
 # ---- the graph
