@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,37 @@ class Repeated(Model):
         for index in (0, 0, 0, 1, 1):
             x = self.blocks[index](x)
         return x
+
+
+class TwiceInside(Block):
+    """One linear called twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Linear(2 * WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.middle(torch.tanh(self.middle(self.up(self.norm(x)))))
+        return x + self.down(torch.tanh(wide))
+
+
+class Twice(Model):
+    """A linear called twice in every block, and one twice after them, and before: there no input needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(TwiceInside)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        shift = self.mix(torch.linspace(-1, 1, WIDTH))
+        return self.mix(torch.tanh(self.mix(super().body(x + shift))))
+
+
+class Returning(Model):
+    """The first block is called again after the second."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.blocks[0](super().body(x))
 
 
 class UnusedInside(Block):
@@ -217,6 +249,7 @@ def built(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
+@cache
 def odd_graph(kind: type[nn.Module]) -> ModelGraph:
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     return capture(built(kind), (tokens, tokens), name=kind.__name__, compute_dtype="fp32")

@@ -1,11 +1,14 @@
-"""Claim: on real gloo ranks, every rank issues the collectives of the planned graph, in order and to the byte."""
+"""Claim: on real gloo ranks, every rank issues the collectives of the planned graph, in order and to the byte.
+
+Also where a module is called several times.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from odd_models import Model, built, data, odd_graph
+from odd_models import Model, Returning, Twice, built, data, odd_graph
 from planned import plan_by_hand
 from ranks import run_ranks
 
@@ -25,11 +28,18 @@ PLANS: tuple[dict[str, Any], ...] = (
 )
 
 
-def issued(plans: list[Plan]) -> list[list[Issued]]:
+CALLED_AGAIN: tuple[tuple[type[Model], dict[str, Any]], ...] = (
+    (Twice, {"granularity": OPERATORS, "recompute": (True, False)}),
+    (Twice, {"granularity": OPERATORS, "splits": ((2, 2),)}),
+    (Returning, {"accumulation": 2, "reduce_once": (True, False)}),
+)
+
+
+def issued(kinds: list[type[Model]], plans: list[Plan]) -> list[list[Issued]]:
     """What this rank issues in one training step of each plan."""
     found = []
-    for plan in plans:
-        model = osdp.parallelize(built(Model), plan)
+    for kind, plan in zip(kinds, plans, strict=True):
+        model = osdp.parallelize(built(kind), plan)
         batch = data(2, seed=0)
         with recording(plan.cluster.devices_per_node) as step:
             for tokens, targets in osdp.accumulate(model, [batch] * plan.accumulation):
@@ -41,10 +51,13 @@ def issued(plans: list[Plan]) -> list[list[Issued]]:
 @pytest.mark.parametrize("world", ["2x2", "3"])
 def test_every_rank_issues_what_is_planned(world: str) -> None:
     modes = EVERY_MODE if world == "2x2" else (FREE, KEEP, REPLICATE)
-    plans = [plan_by_hand(odd_graph(Model), world, modes=modes, **changes) for changes in PLANS]
-    graphs = [step_graph_of(plan, odd_graph(Model)) for plan in plans]
+    cases = [*((Model, changes) for changes in PLANS), *CALLED_AGAIN]
+    kinds = [kind for kind, _ in cases]
+    models = {kind: odd_graph(kind) for kind in kinds}
+    plans = [plan_by_hand(models[kind], world, modes=modes, **changes) for kind, changes in cases]
+    graphs = [step_graph_of(plan, models[kind]) for kind, plan in zip(kinds, plans, strict=True)]
     assert {unit.two_levels for plan in plans for unit in plan.units} == ({True, False} if world == "2x2" else {False})
-    for rank, steps in enumerate(run_ranks(plans[0].cluster.world_size, issued, plans)):
+    for rank, steps in enumerate(run_ranks(plans[0].cluster.world_size, issued, kinds, plans)):
         for graph, found in zip(graphs, steps, strict=True):
             assert found == [each.issued for each in graph.collectives()], rank
             assert found

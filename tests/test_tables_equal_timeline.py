@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from odd_models import Twice, odd_graph
 from small_models import captured
 
 from osdp.cluster import Cluster, Link
@@ -18,7 +19,7 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option
-from osdp.planfile import OVER_WORLD
+from osdp.planfile import FREE, KEEP, OVER_WORLD, REPLICATE
 from osdp.search.problem import Problem, ShapeTable, StageChoice, evaluate
 
 MODELS = ("gpt", "gpt-pyramid", "llama", "gpt-tiny")
@@ -113,6 +114,12 @@ def test_in_other_trainings(precision: str, optimizer: str) -> None:
 def test_with_other_reductions(reduce_dtype: str) -> None:
     training = Training.of("bf16", "adamw", reduce_dtype)
     compare(Tables(captured("gpt"), Cluster.parse("2x2xCPU"), training, Rules()), 2, seed=5)
+
+
+def test_where_modules_are_called_several_times() -> None:
+    graph = odd_graph(Twice)
+    rules = Rules(modes=(FREE, KEEP, REPLICATE))  # within nodes the first gather and the others differ
+    compare(Tables(graph, Cluster.parse("2x2xA100-40GB"), Training.of("fp32"), rules), 2, seed=7)
 
 
 def test_long_runs_choose_by_block() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from odd_models import Model, data, odd_graph
+from odd_models import Model, Repeated, Returning, Twice, data, odd_graph
 from planned import plan_by_hand
 from small_models import captured, source
 from torch import Tensor
@@ -108,6 +108,33 @@ def test_slices_are_gathered_one_by_one_in_their_own_sizes(
     found = verify(plan, odd_graph(Model), build=Model, inputs=scaled_inputs(data(2, seed=0)))
     assert any(unit.splits == 3 for unit in plan.units)
     assert found.first_difference is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "modes"),
+    [
+        (Twice, STOCK, EVERY_MODE),
+        (Twice, CARRIED, (FREE,)),
+        (Repeated, STOCK, (FREE,)),
+        (Returning, CARRIED, EVERY_MODE),
+    ],
+)
+def test_modules_called_several_times_are_gathered_with_each_call_and_reduced_once(
+    kind: type[Model], device: str, modes: tuple[str, ...]
+) -> None:
+    graph = odd_graph(kind)
+    for recompute in ((False,), (True,)) if graph.blocks else ((False,),):
+        plan = replace(
+            plan_by_hand(graph, "2x2", modes=modes, granularity=OPERATORS, recompute=recompute),
+            cluster=Cluster.parse(f"2x2x{device}"),
+        )
+        planned = step_graph_of(plan, graph)
+        plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=planned.timeline().peak_bytes))
+        found = verify(plan, graph, build=kind, inputs=scaled_inputs(data(2, seed=0)))
+        assert found.first_difference is None
+        reductions = [each for each in planned.nodes if each.kind in ("reduce_scatter", "all_reduce")]
+        assert {node.name for node in reductions} == {unit.name for unit in plan.units}
+        assert -0.005 <= found.error <= 0.001  # a gather that nobody uses is not in the timeline
 
 
 def test_a_tampered_graph_does_not_match() -> None:

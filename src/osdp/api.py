@@ -112,9 +112,7 @@ def plan(
         def misfit(truth: Verification) -> DoesNotFit:
             unseen = truth.measured_peak_bytes - truth.predicted_peak_bytes
             least = Measured(truth.measured_peak_bytes, truth.measured_at, truth.measured_parts, unseen)
-            return nothing_fits(
-                graph, devices, training, rules, batch or 1, global_batch=global_batch, measured=least
-            )
+            return nothing_fits(graph, devices, training, rules, batch or 1, global_batch=global_batch, measured=least)
 
         return plan_verified(devices, search, check, misfit)
 

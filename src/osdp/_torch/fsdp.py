@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ __all__ = [
     "drop_gradients",
     "param_groups",
     "prefetch",
+    "reduce_after_last_call",
     "shared_post_forward_meshes",
     "watch",
 ]
@@ -80,6 +82,40 @@ def compute_in_place(group: FSDPParamGroup) -> None:
     """Lets a group that is sharded over one rank compute with the parameters it holds, where no cast is needed."""
     for param in group.fsdp_params:
         param.__class__ = _InPlaceParam
+
+
+class _PatientGroup(FSDPParamGroup):
+    """A group that is reduced when backward leaves the last of its calls.
+
+    Autograd completes a gradient once all calls have added to it. FSDP2 alone would reduce zeros after every call but
+    the last, and gather again each time.
+    """
+
+    _calls = 0  # forward calls of which backward has not yet left
+
+    def _register_post_backward_hook(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # a second forward is no further call
+            self._calls += 1
+        return super()._register_post_backward_hook(args, kwargs)
+
+    def post_backward(self, *unused: Any) -> None:
+        if torch._C._current_autograd_node() is not None:
+            self._calls -= 1
+            if self._calls > 0:
+                return
+        self._calls = 0  # the last one is left, or backward has ended: of some calls no input needs a gradient
+        super().post_backward(*unused)
+
+    def _reset_iter_state(self) -> None:
+        self._calls = 0
+        super()._reset_iter_state()
+
+
+def reduce_after_last_call(group: FSDPParamGroup) -> None:
+    """Reduces a group that is called several times once, when its gradients are complete."""
+    group.__class__ = _PatientGroup
 
 
 class WatchedParam(FSDPParam):

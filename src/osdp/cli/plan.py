@@ -224,7 +224,6 @@ def misfit_dict(error: DoesNotFit) -> dict[str, Any]:
         "peak_at": error.peak_at,
         "memory_parts": dict(error.memory_parts),
         "remedies": [
-            {"change": each.change, "peak_bytes": each.peak_bytes, "estimate": each.estimate}
-            for each in error.remedies
+            {"change": each.change, "peak_bytes": each.peak_bytes, "estimate": each.estimate} for each in error.remedies
         ],
     }

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from osdp.cluster import Cluster
-from osdp.cost.issue import GATHER, REDUCE, Issue, Issued, issue_order, pieces_of
+from osdp.cost.issue import REDUCE, Issue, Issued, issue_order, pieces_of
 from osdp.cost.layout import Layout, Shape, Shapes
 from osdp.cost.seconds import BACKWARD, FORWARD, Collective, compute_time, unit_work
 from osdp.cost.streams import COMMUNICATION, COMPUTE, Node, Streams
@@ -192,10 +192,11 @@ class _Builder:
     def issued(self, issue: Issue, computed: int | None) -> None:
         """The collectives of an issue. Copies out of a gather wait until its unit is entered."""
         unit = self.layout.units[issue.piece.index]
-        stage, phase_name = self.home[issue.piece.index], FORWARD if issue.what == GATHER else BACKWARD
+        in_forward = issue.visit < len(self.layout.shaped)
+        stage, phase_name = self.home[issue.piece.index], FORWARD if in_forward else BACKWARD
         once = issue.what == REDUCE and self.options[issue.piece.index].reduce_once
         place = self.layout.places[issue.piece.index]
-        entered = place.enter if issue.what == GATHER else place.enter_again
+        entered = place.enter if in_forward else place.enter_again
         for each in self.collectives(issue):
             copied = _Copied(unit.name, phase_name, stage, each, once, entered.visit if entered else 0)
             after = () if computed is None else (computed,)

@@ -89,7 +89,14 @@ class Places:
     reduced: Position
     finish: Position  # backward is done, the optimizer has not begun
     gradients: tuple[tuple[str, Position], ...]
+    calls: int = 1  # in forward
     second: Position | None = None  # where a second forward enters it
+
+    @property
+    def gathers(self) -> list[tuple[Position, Position]]:
+        """Gathers that are issued ahead: where, and where their unit is entered."""
+        pairs = (self.issue, self.enter), (self.issue_again, self.enter_again)
+        return [(issue, enter) for issue, enter in pairs if issue is not None and enter is not None]
 
 
 class Growth(NamedTuple):

@@ -5,10 +5,16 @@ Where a unit is entered, its gather is issued unless it was already, then that o
 Prefetch] in osdp.cost.holds). Where backward leaves a unit, it is reduced. The slices of a split operator are pieces of
 their own that take turns: in forward the first one first, in backward the last one first, each reduced before the one
 before it is reached. A whole unit that has no gradient for its inputs, an embedding, is left when backward has ended.
+
+A unit that is called several times is freed and gathered again with every call in forward; backward gathers it once,
+and it is reduced when the last of its calls is left. Each call issues the next unit's gather, in both directions,
+whether or not that unit is used again, unless backward is done with it. A unit of several modules is entered with its
+first, and left once all have run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -57,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Issue:
-    """A piece's collectives, issued in a visit: its first gather, its second one, or its reduction."""
+    """A piece's collectives, issued in a visit: a gather of what it always holds, of what forward left, or a reduction."""
 
     visit: int
     piece: Piece
@@ -107,80 +113,90 @@ class _Walk:
         self.visit = 0
         self.marks = _marks(layout)
         self.unit_of = {name: index for index, unit in enumerate(layout.units) for name in unit.modules}
+        self._modules = [set(unit.modules) for unit in layout.units]
         self._gathered: set[Piece] = set()
-        self._inside: set[int] = set()  # units of which forward has entered a module, and not yet left the last
+        self._done: set[Piece] = set()  # left by backward
+        self._freed: set[Piece] = set()  # after forward, by modes that then hold less than a copy
+        self._inside: dict[int, set[str]] = {}  # units that forward has entered, with the modules that have yet to run
+        self._closed: set[str] = set()  # modules that were the last of their units to run: backward reaches these there
         self._reached: set[int] = set()
         turn = next(number for number, (visit, _) in enumerate(self.marks) if visit >= len(layout.shaped))
-        self._leave = self._last_leaves(range(turn))
-        self._leave_again = self._last_leaves(range(turn, len(self.marks)))
-        self._interrupted = self._interrupted_units(range(turn, len(self.marks)))
+        backward = [mark for _, mark in self.marks[turn:]]
+        self._leave_again = self._last_leaves(turn)
+        self._awaited = self._awaited_units(backward)
+        self._calls = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
         entered = sorted((place.enter, index) for index, place in enumerate(layout.places) if place.enter is not None)
         units = [layout.units[index] for _, index in entered]
         left = [self.unit_of[unit.name] for unit in backward_order(cast(Any, units))]
         self._next = dict(pairwise(piece for _, index in entered for piece in self.pieces[index]))
         self._next_back = dict(pairwise(piece for index in left for piece in reversed(self.pieces[index])))
 
-    def _last_leaves(self, numbers: range) -> dict[int, int]:
-        """Units, each with the mark at which the last of its modules is left."""
-        marks = ((number, self.marks[number][1]) for number in numbers)
+    def _last_leaves(self, turn: int) -> dict[int, int]:
+        """Units, each with the mark at which backward leaves the last of its modules."""
         return {
             self.unit_of[mark.name]: number
-            for number, mark in marks
-            if mark.kind == "leave" and not mark.again and mark.name in self.unit_of
+            for number, (_, mark) in enumerate(self.marks)
+            if number >= turn and mark.kind == "leave" and not mark.again and mark.name in self.unit_of
         }
 
-    def _interrupted_units(self, numbers: range) -> set[int]:
-        """Units that backward reaches before the second forward that it needs: the last ones of recomputed blocks."""
+    def _awaited_units(self, backward: Sequence[Mark]) -> Counter[int]:
+        """Units that backward reaches before the second forward that it needs: the last ones of recomputed blocks.
+
+        Each with the number of calls in that second forward.
+        """
         reached: set[str] = set()
-        found: set[int] = set()
-        for mark in (self.marks[number][1] for number in numbers):
+        found: Counter[int] = Counter()
+        for mark in backward:
             if mark.kind == "enter" and mark.again and mark.name in reached and mark.name in self.unit_of:
-                found.add(self.unit_of[mark.name])
-            elif mark.kind == "enter":
+                found[self.unit_of[mark.name]] += 1
+            elif mark.kind == "enter" and not mark.again:
                 reached.add(mark.name)
         return found
 
     def forward(self, index: int, mark: Mark, number: int) -> None:
         pieces = self.pieces[index]
         if mark.kind == "enter" and index not in self._inside:  # of several modules the first one prefetches
-            self._inside.add(index)
+            self._inside[index] = set(self._modules[index])
             for piece in pieces:
-                self._gather(piece, GATHER)
-                self._gather(self._next.get(piece), GATHER)
+                self._gather(piece)
+                self._prefetch(self._next.get(piece))
                 if len(pieces) > 1:
                     self._free_unless_kept(piece)
-        elif number == self._leave.get(index):
-            self._inside.discard(index)
-            for piece in pieces:
-                self._free_unless_kept(piece)
+        elif mark.kind == "leave" and index in self._inside:
+            self._inside[index].discard(mark.name)
+            if not self._inside[index]:
+                del self._inside[index]
+                self._closed.add(mark.name)
+                for piece in pieces:
+                    self._free_unless_kept(piece)
 
     def backward(self, index: int, mark: Mark, number: int) -> None:
         pieces = self.pieces[index]
         if mark.kind == "enter" and mark.again:
             self._second_forward(index)
-        elif mark.kind == "enter" and index not in self._reached:
+        elif mark.kind == "enter" and mark.name in self._closed:
             self._reached.add(index)
             self._reach(pieces[-1])
-            if index not in self._interrupted:
+            self._calls[mark.name] -= 1
+            if not self._awaited[index]:
                 self._go_back(index)
         elif number == self._leave_again.get(index) and len(pieces) == 1:
             self._reduce(pieces[0])
 
     def _second_forward(self, index: int) -> None:
-        """A second forward issues as the first did within its block, but for the piece whose backward has begun."""
+        """A second forward issues as the first did, but for the piece whose backward has begun."""
         for piece in self.pieces[index]:
-            self._gather(piece, GATHER_AGAIN)
-            following = self._next.get(piece)
-            if following is None or following.unit.block != piece.unit.block:
-                continue
+            self._gather(piece)
             if index not in self._reached or piece is not self.pieces[index][-1]:
-                self._gather(following, GATHER_AGAIN)
-        if index in self._reached:
-            self._go_back(index)
+                self._prefetch(self._next.get(piece))
+        if self._awaited[index]:
+            self._awaited[index] -= 1
+            if not self._awaited[index]:
+                self._go_back(index)
 
     def _reach(self, piece: Piece) -> None:
-        self._gather(piece, GATHER_AGAIN)
-        self._gather(self._next_back.get(piece), GATHER_AGAIN)
+        self._gather(piece)
+        self._prefetch(self._next_back.get(piece))
 
     def _go_back(self, index: int) -> None:
         """The backward of slices, the last of which is reached: each is reduced before the one before it is reached."""
@@ -188,19 +204,28 @@ class _Walk:
         for piece in reversed(pieces) if len(pieces) > 1 else ():
             if piece is not pieces[-1]:
                 self._reach(piece)
-            self._reduce(piece)
+            if not any(self._calls[name] for name in self._modules[index]):
+                self._reduce(piece)
 
-    def _gather(self, piece: Piece | None, what: str) -> None:
-        if piece is not None and piece not in self._gathered:
+    def _prefetch(self, piece: Piece | None) -> None:
+        """Gathers the piece that follows, unless this backward is done with it."""
+        if piece is not None and piece not in self._done:
+            self._gather(piece)
+
+    def _gather(self, piece: Piece) -> None:
+        if piece not in self._gathered:
             self._gathered.add(piece)
-            self.issues.append(Issue(self.visit, piece, what))
+            self.issues.append(Issue(self.visit, piece, GATHER_AGAIN if piece in self._freed else GATHER))
 
     def _free_unless_kept(self, piece: Piece) -> None:
         if not is_kept(piece.mode):
             self._gathered.discard(piece)
+            self._freed.add(piece)
 
     def _reduce(self, piece: Piece) -> None:
         self._gathered.discard(piece)
+        self._freed.discard(piece)
+        self._done.add(piece)
         self.issues.append(Issue(self.visit, piece, REDUCE))
 
 

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 
 from osdp.cost.holds import COPY, ISSUE, Places, Position
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
+from osdp.planfile import backward_order
 
 NOWHERE = -1
 
@@ -38,12 +40,13 @@ class Footprint:
     reached: int  # where backward itself reaches it
     leave_again: int
     gradients: tuple[tuple[str, int], ...]
+    calls: int  # in forward
 
 
 def footprint(trace: Trace, unit: Unit) -> Footprint:
     names, parameters = set(unit.modules), {parameter.name for parameter in unit.parameters}
 
-    def at(stretches: Sequence[Stretch], kind: str, again: bool, last: bool) -> int:
+    def at(stretches: Sequence[Stretch], kind: str, again: bool, last: bool, names: set[str] = names) -> int:
         found = [
             index
             for index, stretch in enumerate(stretches)
@@ -51,7 +54,10 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
         ]
         return NOWHERE if not found else found[-1 if last else 0]
 
-    reached = at(trace.backward, "enter", again=False, last=False)
+    leave = at(trace.forward, "leave", again=False, last=True)
+    # of several modules, backward reaches the unit through the one that forward left last
+    through = names if leave == NOWHERE else {trace.forward[leave].mark.name}
+    reached = at(trace.backward, "enter", again=False, last=False, names=through)
     again = at(trace.backward, "enter", again=True, last=False)
     gradients: dict[str, int] = {}
     for index, stretch in enumerate(trace.backward):
@@ -59,11 +65,12 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
             gradients.setdefault(stretch.mark.name, index)
     return Footprint(
         enter=at(trace.forward, "enter", again=False, last=False),
-        leave=at(trace.forward, "leave", again=False, last=True),
+        leave=leave,
         enter_again=min((place for place in (reached, again) if place != NOWHERE), default=NOWHERE),
         reached=reached,
         leave_again=at(trace.backward, "leave", again=False, last=True),
         gradients=tuple(gradients.items()),
+        calls=sum(stretch.mark.kind == "enter" and stretch.mark.name == unit.name for stretch in trace.forward),
     )
 
 
@@ -115,10 +122,10 @@ class Layout:
         raw = [self._raw(index, unit) for index, shaped in enumerate(self.shaped) for unit in shaped.units]
         entered = sorted((p.enter, i) for i, p in enumerate(raw) if p.enter is not None)
         issues = {i: Position(before[0].visit, before[0].slot + ISSUE) for before, (_, i) in _pairs(entered)}
-        reached = sorted((p.reached, i) for i, p in enumerate(raw) if p.reached is not None)
         again: dict[int, Position] = {}
-        for before, (_, i) in _pairs(reached):
-            again[i] = Position(before[0].visit, before[0].slot + ISSUE)
+        for before, i in pairwise(self._backward_order([i for _, i in entered])):
+            if (reached := raw[before].reached) is not None:
+                again[i] = Position(reached.visit, reached.slot + ISSUE)
         for i in issues:  # a second forward gathers as the first did: the unit before issues it
             place = raw[i]
             second = self._second_issue(raw, entered, i)
@@ -141,9 +148,16 @@ class Layout:
                 finish=Position(2 * len(self.shaped), 0),
                 gradients=p.gradients,
                 second=p.second,
+                calls=p.calls,
             )
             for i, p in enumerate(raw)
         ]
+
+    def _backward_order(self, entered: list[int]) -> list[int]:
+        """Units in the order in which each issues the next one's gather in backward, as osdp.runtime.apply sets it."""
+        index = {self.units[i].name: i for i in entered}
+        order = backward_order(cast(Any, [self.units[i] for i in entered]))
+        return [index[unit.name] for unit in order]
 
     def _second_issue(self, raw: list[_RawPlaces], entered: list[tuple[Position, int]], unit: int) -> Position | None:
         """Where, in a second forward, the unit entered before this one issues its gather."""
@@ -180,6 +194,7 @@ class Layout:
             second=enter_again if enter_again != reached else None,
             leave_again=place("leave_again", True, True),
             gradients=tuple(gradients.items()),
+            calls=sum(f.calls for _, f in found) if len(unit.modules) == 1 else 1,
         )
 
     def _footprint(self, stage: int, home: int, unit: Unit) -> Footprint:
@@ -198,6 +213,7 @@ class _RawPlaces:
     second: Position | None
     leave_again: Position | None
     gradients: tuple[tuple[str, Position], ...]
+    calls: int
 
 
 def _pairs(items: list[tuple[Position, int]]) -> list[tuple[tuple[Position, int], tuple[Position, int]]]:

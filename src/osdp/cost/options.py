@@ -146,6 +146,7 @@ def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: S
         slope = two.rows[which] - one.rows[which]
         return np.stack([one.rows[which] - slope, slope], axis=1)
 
+    more = max(0, places.calls - 1)  # each gathers again, as backward does; see [Note: Issue order]
     return UnitOption(
         key=(option,),
         forward=rows(0),
@@ -161,10 +162,10 @@ def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: S
         cast_again=amount(lambda m: m.cast_again),
         reducing=amount(lambda m: m.reducing),
         far=one.far,
-        gather=seconds(lambda m: _wire(m.work.gather)),
+        gather=seconds(lambda m: _wire(m.work.gather) + more * _wire(m.work.gather_again)),
         gather_again=seconds(lambda m: _wire(m.work.gather_again)),
         reduce=seconds(lambda m: _wire(m.work.reduce)),
-        copy=seconds(lambda m: _copies(m.work.gather)),
+        copy=seconds(lambda m: _copies(m.work.gather) + more * _copies(m.work.gather_again)),
         copy_again=seconds(lambda m: _copies(m.work.gather_again)),
         copy_reduce=seconds(lambda m: _copies(m.work.reduce)),
         step=seconds(lambda m: m.work.step_seconds),
@@ -202,7 +203,7 @@ class _Measured:
         left = value_at(holds, Position(end, 0)) - self.always - self.after
         self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
-        own = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
+        own = _visits_of(places)
         if not own <= set(slots.visits):  # it spans stages
             own |= set(slots.visits)  # there it has rows
             visits = [0 if v in own else value_at(holds, Position(v, 0)) - self.always for v in range(end)]
@@ -217,6 +218,12 @@ class _Measured:
         return ahead, value_at(holds, issue) - self.always - held - ahead
 
 
+def _visits_of(places: Places) -> set[int]:
+    """Where a unit is used, and where its gather is issued if that is not the visit before."""
+    used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
+    return used | {issue.visit for issue, enter in places.gathers if issue.visit < enter.visit - 1}
+
+
 def guests_of(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[Guest]:
     """Units of other stages that are used in this one; only stages outside blocks have any."""
     if layout.shaped[index].stage.is_block:
@@ -226,8 +233,7 @@ def guests_of(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[
         for number, unit in enumerate(shaped.units):
             places = layout.places[at]
             at += 1
-            used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p}
-            if stage == index or not used & set(slots.visits):
+            if stage == index or not _visits_of(places) & set(slots.visits):
                 continue
             home = Slots((layout.visit(stage, False), layout.visit(stage, True)), (0, 0))
             rows: tuple[list[IntArray], list[IntArray]] = ([], [])

@@ -46,7 +46,9 @@ def neighbour_flags(
         for which, (issue, enter) in enumerate(
             ((places.issue, places.enter), (places.issue_again, places.enter_again))
         ):
-            if issue is not None and enter is not None and issue.visit <= slots.visits[which] < enter.visit:
+            if issue is None or enter is None or issue.visit < enter.visit - 1:  # far ahead: it has rows of its own
+                continue
+            if issue.visit <= slots.visits[which] < enter.visit:
                 issues[which].append(issue)
         left = places.leave_again
         end = reduction_end(places, cluster)

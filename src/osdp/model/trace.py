@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -264,10 +265,10 @@ class Hooks:
     def flush(self, model: nn.Module) -> None:
         """Leaves what no input gradient has left, the root first: FSDP2 reduces those units when backward ends."""
         backward = self.recorder.trace.marks[self.recorder.trace.backward_mark :]
-        entered = {mark.name for mark in backward if mark.kind == "enter" and not mark.again}
-        left = {mark.name for mark in backward if mark.kind == "leave" and not mark.again}
+        entered = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
+        left = Counter(mark.name for mark in backward if mark.kind == "leave" and not mark.again)
         for name, _ in model.named_modules():
-            if name in entered and name not in left:
+            if entered[name] > left[name]:
                 self.recorder.mark("leave", name)
 
     def remove(self) -> None:

@@ -22,6 +22,7 @@ from osdp._torch.fsdp import (
     drop_gradients,
     param_groups,
     prefetch,
+    reduce_after_last_call,
     shared_post_forward_meshes,
 )
 from osdp.cost.sharding import shard_dim
@@ -95,8 +96,9 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
-        if piece.mode == REPLICATE:
-            for group in param_groups(piece.modules[0]):
+        for group in param_groups(piece.modules[0]):
+            reduce_after_last_call(group)
+            if piece.mode == REPLICATE:
                 compute_in_place(group)
     reductions = _carry(pieces, meshes) if carried else None
     unused = _watch(pieces, meshes, reductions)
