@@ -89,7 +89,7 @@ def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(carried: bool) -> 
         (TiedThrice, "2x2"),
         (Adapters, "2x2"),
         (Repeated, "2x2"),
-        (Twice, "2x2"),
+        (Twice, "2"),
         (Unused, "2"),
         (UnusedBeside, "2"),
         (Owning, "3"),

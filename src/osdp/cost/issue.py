@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Issue:
-    """A piece's collectives, issued in a visit: a gather of what it always holds, of what forward left, or a reduction."""
+    """A piece's collectives, issued in a visit: a gather of what is held always, or after forward, or a reduction."""
 
     visit: int
     piece: Piece
