@@ -125,30 +125,24 @@ def test_the_fused_optimizer_fits() -> None:
 def test_a_global_batch_is_priced_as_it_would_be_accumulated() -> None:
     """Two samples of a rank need more than one: together, or, one by one, gradients that stay."""
     graph, training = captured(MODEL), Training.of()
-    alone = smallest_timeline(graph, resolve("4xCPU", None), training, Rules(), 1).peak_bytes
-    cluster = resolve("4xCPU", alone)
-    fits(cluster)
+    cluster = resolve("4xCPU", smallest_timeline(graph, resolve("4xCPU", None), training, Rules(), 1).peak_bytes)
     with pytest.raises(DoesNotFit) as error:
         plan_graph(graph, cluster, training, Rules(), global_batch=8)
-    peak = error.value.peak_bytes
-    assert peak > alone
-    _, match = remedy(error.value, r"^(\d+) devices \((.*)\)$")
-    plan_graph(graph, resolve(match[2], alone), training, Rules(), global_batch=8)
-
-
-def test_what_is_not_computed_is_called_an_estimate() -> None:
-    cluster, rules = resolve("4xCPU", "9MiB"), Rules(modes=(FREE,), recompute=False, split=False)
-    error = refused(cluster, rules=rules, batch=8)
-    estimates = [each.change.split()[0] for each in error.remedies if each.estimate]
-    assert "sequences" in estimates and set(estimates) <= {"sequences", "optimizer"}
-    promised, _ = remedy(error, "sequences of about")
+    least = [
+        smallest_timeline(graph, cluster, replace(training, accumulation=accumulation), Rules(), batch).peak_bytes
+        for accumulation, batch in ((1, 2), (2, 1))
+    ]
+    assert error.value.peak_bytes == min(least) > cluster.limit_bytes
+    promised, _ = remedy(error.value, "^8 devices")
     assert promised.peak_bytes <= cluster.limit_bytes
 
 
 def test_a_shorter_sequence_fits() -> None:
     cluster, rules = resolve("4xCPU", "8MiB"), Rules(modes=(FREE,), recompute=False, split=False)
     error = refused(cluster, rules=rules, batch=6)
-    _, match = remedy(error, r"sequences of about (\d+) instead of 64")
+    promised, match = remedy(error, r"sequences of about (\d+) instead of 64")
+    assert promised.estimate and promised.peak_bytes <= cluster.limit_bytes
+    assert all(each.estimate == each.change.startswith(("sequences", "optimizer states")) for each in error.remedies)
     model, length = source(MODEL), int(match[1])
 
     def shorter(batch: int) -> tuple[tuple[object, ...], dict[str, object]]:
