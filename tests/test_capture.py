@@ -17,7 +17,7 @@ from osdp.errors import OsdpError
 from osdp.model import capture as capturing
 from osdp.model.assemble import CaptureError
 from osdp.model.capture import capture
-from osdp.model.fake import fake_copy
+from osdp.model.fake import fake_copy, sequences_not_packed
 from osdp.model.graph import Affine, ModelGraph, Trace
 from osdp.model.source import ModelSource, load_model
 from osdp.model.structure import own_blocks
@@ -202,9 +202,9 @@ def test_growth_that_is_no_line_is_refused() -> None:
 def raw_trace(model: ModelSource, batch: int, *, recompute: bool = False) -> RawTrace:
     """One step at a batch size, traced at full depth and read by nobody."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    args, kwargs = model.inputs(batch)
+    with sequences_not_packed(kwargs), mode:
         fake = fake_copy(model.build_on_meta(), torch.bfloat16)
-        args, kwargs = model.inputs(batch)
         args = tuple(torch.empty(t.shape, dtype=t.dtype) for t in args)
         kwargs = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in kwargs.items()}
         blocks = own_blocks(fake)
