@@ -270,14 +270,13 @@ MODEL_CASES = [
     Case((FREE, KEEP, REPLICATE), model="llama-tied"),
     Case((FREE, KEEP, REPLICATE), model="bert"),
     Case((FREE, KEEP), model="bert", granularity=PARTS, recompute=ALTERNATING),
+    # its second forwards end before backward reaches their last operator: nothing is to be gathered from there
+    Case((FREE, KEEP), model="bert", granularity=OPERATORS, recompute=ALL),
     Case((FREE, KEEP, REPLICATE), model="gpt2"),
     Case((FREE, KEEP), model="gpt2", granularity=OPERATORS),
     Case((FREE, KEEP, REPLICATE), model="vit", known=(9216, 0)),
     Case((FREE, KEEP, REPLICATE), model="vit", precision="fp32", recompute=ALL),
     Case((FREE, KEEP, REPLICATE), model="t5"),
-    Case(
-        (FREE, KEEP), model="t5", granularity=OPERATORS, recompute=ALL, precision="fp32"
-    ),  # T5's blocks hand a tensor through
     Case((FREE, KEEP), model="gpt-pyramid"),
 ]
 CARRIED_CASES = [  # on gloo, where the runtime carries the collectives itself
