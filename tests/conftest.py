@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from osdp.cluster import Cluster
 from osdp.planfile import PLAN_VERSION, Baseline, Certificate, Plan, PlanModel, PlanUnit, Predicted
 
 # Tests run beside each other and start ranks of their own: one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A busy machine makes nothing wrong: an example may take as long as it takes.
+settings.register_profile("osdp", deadline=None)
+settings.load_profile("osdp")
 
 GIB = 1024**3
 

@@ -38,6 +38,7 @@ def plan_by_hand(
     accumulation: int = 1,
     reduce_once: Sequence[bool] = (False,),
     two_levels: Sequence[bool] = (True, False),
+    device: str = "CPU",
 ) -> Plan:
     """Modes, and (slices, sharded slices) of what can be split, go round over the units, recompute over the blocks.
 
@@ -52,14 +53,14 @@ def plan_by_hand(
         chosen.append(Shape(wanted, next(again) if stage.is_block else any(recompute)))
     layout = shapes.layout(chosen)
     mode, split, once, two = cycle(modes), cycle(splits), cycle(reduce_once), cycle(two_levels)
-    cluster = Cluster.parse(f"{world}xCPU")
+    cluster = Cluster.parse(f"{world}x{device}")
     units = []
     for unit in plan_units(layout, [Option(next(mode), reduce_once=next(once)) for _ in layout.units]):
         planned = next(each for each in layout.units if each.name == unit.name)
         slices, sharded = next(split) if planned.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
         on_two = cluster.has_two_levels and unit.mode in OVER_WORLD and next(two)
         units.append(replace(unit, splits=slices, sharded_splits=sharded, two_levels=on_two))
-    return _plan(graph.name, world, units, precision, reduce_dtype, optimizer, batch_size, accumulation)
+    return _plan(graph.name, cluster, units, precision, reduce_dtype, optimizer, batch_size, accumulation)
 
 
 def plan_of_units(
@@ -94,12 +95,12 @@ def plan_of_units(
         )
         for names, mode in modes.items()
     ]
-    return _plan(type(model).__name__, world, units, precision, reduce_dtype, "sgd", 1, 1)
+    return _plan(type(model).__name__, Cluster.parse(f"{world}xCPU"), units, precision, reduce_dtype, "sgd", 1, 1)
 
 
 def _plan(
     name: str,
-    world: str,
+    cluster: Cluster,
     units: Sequence[PlanUnit],
     precision: str,
     reduce_dtype: str,
@@ -110,7 +111,7 @@ def _plan(
     return unpriced_plan(
         name,
         units,
-        Cluster.parse(f"{world}xCPU"),
+        cluster,
         precision=precision,
         reduce_dtype=reduce_dtype,
         optimizer=optimizer,

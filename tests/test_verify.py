@@ -39,7 +39,7 @@ SCALARS = 8  # the loss and its gradient
 
 def planned(model: str, world: str, device: str, **changes: Any) -> tuple[Plan, StepGraph]:
     """A plan by hand with the prediction that its graph gives."""
-    plan = replace(plan_by_hand(model, world, **changes), cluster=Cluster.parse(f"{world}x{device}"))
+    plan = plan_by_hand(model, world, device=device, **changes)
     graph = step_graph_of(plan, captured(model, "bf16" if plan.precision != "fp32" else "fp32"))
     peak = graph.timeline().peak
     predicted = replace(plan.predicted, peak_bytes=peak.nbytes, peak_at=str(peak), memory_parts=peak.parts)
@@ -102,9 +102,7 @@ def test_slices_are_gathered_one_by_one_in_their_own_sizes(
     splits = ((3, 2), (2, 2), (4, 1))
     modes = EVERY_MODE if world == "2x2" else (FREE, KEEP)
     shape = {"granularity": OPERATORS, "splits": splits, "recompute": recompute}
-    plan = replace(
-        plan_by_hand(odd_graph(Model), world, modes=modes, **shape), cluster=Cluster.parse(f"{world}x{device}")
-    )
+    plan = plan_by_hand(odd_graph(Model), world, modes=modes, device=device, **shape)
     found = verify(plan, odd_graph(Model), build=Model, inputs=scaled_inputs(data(2, seed=0)))
     assert any(unit.splits == 3 for unit in plan.units)
     assert found.first_difference is None
@@ -124,10 +122,7 @@ def test_modules_called_several_times_are_gathered_with_each_call_and_reduced_on
 ) -> None:
     graph = odd_graph(kind)
     for recompute in ((False,), (True,)) if graph.blocks else ((False,),):
-        plan = replace(
-            plan_by_hand(graph, "2x2", modes=modes, granularity=OPERATORS, recompute=recompute),
-            cluster=Cluster.parse(f"2x2x{device}"),
-        )
+        plan = plan_by_hand(graph, "2x2", modes=modes, granularity=OPERATORS, recompute=recompute, device=device)
         planned = step_graph_of(plan, graph)
         plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=planned.timeline().peak_bytes))
         found = verify(plan, graph, build=kind, inputs=scaled_inputs(data(2, seed=0)))

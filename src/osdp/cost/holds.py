@@ -135,18 +135,7 @@ def _held(
     holds = [Hold(PARAMETERS, count * sizes.held * master, START, END)]
     if places.leave_again is not None:
         holds.append(Hold(STATES, count * states, START, END))
-        gradient = count * sizes.trained * master
-        if training.accumulation > 1:  # from the second micro-batch on they are always there
-            begin = START if not option.reduce_once else places.leave_again.next()
-        else:
-            begin = places.leave_again.next()
-            if option.slices > 1 and places.gradients:  # slices are reduced one by one, inside the operator
-                begin = min(position for _, position in places.gradients)
-        holds.append(Hold(GRADIENTS, gradient, begin, END))
-        if training.accumulation > 1 and option.reduce_once:
-            width = training.reduce_bytes if training.precision.compute_bytes != training.reduce_bytes else compute
-            unreduced = sum(numel for _, numel in sizes.gradients) * width
-            holds.append(Hold(GRADIENTS, count * unreduced, START, places.finish))
+        holds += _gradients(count, sizes, option, places, places.leave_again, training)
     if places.leave is None or places.leave_again is None or places.enter_again is None:
         return holds
     if is_kept(mode):
@@ -157,6 +146,27 @@ def _held(
         shard = -(-sizes.gathered // cluster.devices_per_node) * compute
         holds.append(Hold(GATHERED, count * shard, places.leave.next(), places.enter_again.next()))
     return holds
+
+
+def _gradients(
+    count: int, sizes: Sizes, option: Option, places: Places, leave: Position, training: Training
+) -> list[Hold]:
+    """Gradients once they are reduced; and those that wait for the last micro-batch to be reduced together."""
+    gradient = count * sizes.trained * training.precision.master_bytes
+    if training.accumulation == 1:
+        begin = leave.next()
+        if option.slices > 1 and places.gradients:  # slices are reduced one by one, inside the operator
+            begin = min(position for _, position in places.gradients)
+        return [Hold(GRADIENTS, gradient, begin, END)]
+    if not option.reduce_once:  # from the second micro-batch on they are always there
+        return [Hold(GRADIENTS, gradient, START, END)]
+    # Earlier micro-batches hold the unreduced ones to their end, the last one its own part once it is reduced.
+    unreduced = count * sum(numel for _, numel in sizes.gradients) * training.reduce_bytes
+    return [
+        Hold(GRADIENTS, unreduced, START, places.finish),
+        Hold(GRADIENTS, max(0, gradient - unreduced), leave.next(), places.finish),
+        Hold(GRADIENTS, gradient, places.finish, END),
+    ]
 
 
 def _computes_in_place(mode: str, training: Training) -> bool:
