@@ -12,6 +12,7 @@ fewer units the unsplit one never has a gather, a reduction and a unit in use at
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -98,7 +99,10 @@ def work(rank: int, args: Namespace, folder: str) -> None:
 def peak(slices: int, args: Namespace) -> int:
     step = trainer(slices, freeing(PEAK_LAYERS, args), PEAK_LAYERS, args)
     step(FEW_TOKENS)  # from now on gradients are there
-    return peak_above_start(partial(step, FEW_TOKENS))
+    found = peak_above_start(partial(step, FEW_TOKENS))
+    del step
+    gc.collect()  # FSDP2's modules name each other; the next one needs the room
+    return found
 
 
 def times(args: Namespace) -> dict[int, dict[str, list[float]]]:

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +141,20 @@ def test_a_block_called_often_is_exact_however_late_reductions_arrive() -> None:
     for runs in run_ranks(2, on_a_slow_network, Repeated, plans):
         for run in runs:
             same(run, truth)
+
+
+def is_let_go(plan: Plan) -> bool:
+    """Whether a model that has run a plan ends with its last name."""
+    model = osdp.parallelize(built(Model), plan)
+    model(*data(2, seed=0)).backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    return gone() is None
+
+
+def test_a_model_is_let_go_when_nobody_names_it() -> None:
+    assert all(run_ranks(2, is_let_go, three_plans(Model, "2")[0]))
 
 
 MIXTURE = {("tokens",): FREE, ("blocks.0",): KEEP, ("blocks.1",): FREE_IN_NODE, ("head",): REPLICATE}

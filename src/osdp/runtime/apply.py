@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,19 +57,20 @@ class Applied:
     template: nn.Module | None  # the model as it was, where it was on the meta device
 
 
-_applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+_APPLIED = "_osdp_applied"  # on the model itself: pieces lead back to it, so a table of models would keep them all
 
 
 def applied_to(model: nn.Module) -> Applied:
     """The plan that a model runs, and its pieces."""
-    if model not in _applied:
+    applied = getattr(model, _APPLIED, None)
+    if applied is None:
         raise UsageError(f"this {type(model).__name__} runs no plan; call osdp.parallelize(model, plan) first")
-    return _applied[model]
+    return applied
 
 
 def template_of(model: nn.Module) -> nn.Module:
     """The model as it was before a plan was applied, on the meta device."""
-    applied = _applied.get(model)
+    applied: Applied | None = getattr(model, _APPLIED, None)
     template = copy.deepcopy(model) if applied is None else applied.template
     if template is None:
         raise UsageError("the model had weights when it was parallelized; build it under torch.device('meta') instead")
@@ -105,7 +105,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     _prefetch(plan, pieces)
     model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions, unused), prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
-    _applied[model] = Applied(plan, tuple(pieces), template)
+    setattr(model, _APPLIED, Applied(plan, tuple(pieces), template))
     return model
 
 
