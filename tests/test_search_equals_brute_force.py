@@ -23,7 +23,7 @@ def size(problem: Problem) -> float:
     return math.prod(len(list(stage_choices(stage))) for stage in problem.stages)
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(problems)
 def test_search_equals_brute_force(problem: Problem) -> None:
     if size(problem) > 3000:
