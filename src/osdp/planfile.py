@@ -216,7 +216,20 @@ def unpriced_plan(
     )
 
 
-def backward_order(units: Sequence[PlanUnit]) -> list[PlanUnit]:
+class Entered(typing.Protocol):
+    """What forward enters: a unit of a plan, or one that may become one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+
+
+E = TypeVar("E", bound=Entered)
+
+
+def backward_order(units: Sequence[E]) -> list[E]:
     """Units in the order in which backward reaches them: the reverse of that in which forward leaves them.
 
     `units` are in the order in which forward enters them. A module is left after all that is below it, a unit of

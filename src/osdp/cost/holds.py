@@ -93,6 +93,10 @@ class Places:
     second: Position | None = None  # where a second forward enters it
 
     @property
+    def first_gradient(self) -> Position | None:
+        return min((position for _, position in self.gradients), default=None)
+
+    @property
     def gathers(self) -> list[tuple[Position, Position]]:
         """Gathers that are issued ahead: where, and where their unit is entered."""
         pairs = (self.issue, self.enter), (self.issue_again, self.enter_again)
@@ -154,10 +158,8 @@ def _gradients(
     """Gradients once they are reduced; and those that wait for the last micro-batch to be reduced together."""
     gradient = count * sizes.trained * training.precision.master_bytes
     if training.accumulation == 1:
-        begin = leave.next()
-        if option.slices > 1 and places.gradients:  # slices are reduced one by one, inside the operator
-            begin = min(position for _, position in places.gradients)
-        return [Hold(GRADIENTS, gradient, begin, END)]
+        sliced = places.first_gradient if option.slices > 1 else None  # reduced one by one, inside the operator
+        return [Hold(GRADIENTS, gradient, sliced or leave.next(), END)]
     if not option.reduce_once:  # from the second micro-batch on they are always there
         return [Hold(GRADIENTS, gradient, START, END)]
     # Earlier micro-batches hold the unreduced ones to their end, the last one its own part once it is reduced.
@@ -235,9 +237,9 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
         column = 0 if in_node else _column_bytes(option, sizes, training, cluster)
         ahead = places.leave_again  # up to where the next slice's gather is held
-        if slices == 2 and places.gradients and training.reduce_bytes >= compute:
+        if slices == 2 and training.reduce_bytes >= compute:
             # of two, the one that computes beside the other's reduction has no slice after it
-            ahead = min(position for _, position in places.gradients)
+            ahead = places.first_gradient or ahead
         holds += _gather(mode, slices, sizes, sent, column, places.issue_again, places.enter_again, ahead, training)
     return holds
 
@@ -249,27 +251,13 @@ def reduction_end(places: Places, cluster: Cluster) -> Position:
 
 def _reduction(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     """The unit's own gradients until they are copied, then the reduction's buffers; see [Note: Reduction]."""
-    mode = option.mode
     assert places.leave_again is not None
-    compute, master, reduce = (
-        training.precision.compute_bytes,
-        training.precision.master_bytes,
-        training.reduce_bytes,
-    )
-    leave = places.leave_again
-    numels = dict(sizes.gradients)
-    # FSDP2's loop variables still name the last one, and the last of those that it has put in order
-    held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one and mode != REPLICATE]
+    mode, leave = option.mode, places.leave_again
+    master, reduce = training.precision.master_bytes, training.reduce_bytes
     entry, copied = leave, leave.next()
-    if option.slices > 1 and places.gradients:  # they are reduced one by one, before the operator is left
-        entry, copied, held_longer = min(position for _, position in places.gradients), leave, []
-    holds = [
-        Hold(GRADIENTS, numels[name] * compute, position, copied.next() if name in held_longer else copied)
-        for name, position in places.gradients
-        if name in numels
-    ]
-    if sizes.moved_gradients:  # the last one beside its copy; those before it have given way to theirs
-        holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, copied))
+    if option.slices > 1 and places.first_gradient:  # slices are reduced one by one, before the operator is left
+        entry, copied = places.first_gradient, leave
+    holds = _own_gradients(option, sizes, places, entry, copied, training)
     under_way = cluster.device.is_cpu and reduce == master  # a cast waits for the result
     ended = reduction_end(places, cluster) if under_way else places.reduced
     if cluster.device.is_cpu and mode == REPLICATE and option.slices == 1:  # its input is freed once it is copied
@@ -299,6 +287,25 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     return holds
 
 
+def _own_gradients(
+    option: Option, sizes: Sizes, places: Places, entry: Position, copied: Position, training: Training
+) -> list[Hold]:
+    """A unit's gradients, each from its kernel on until all are copied in, from `entry` to `copied`."""
+    compute, numels = training.precision.compute_bytes, dict(sizes.gradients)
+    held_longer: list[str] = []
+    if option.mode != REPLICATE and copied != places.leave_again:  # of slices none outlives the operator
+        # FSDP2's loop variables still name the last one, and the last of those that it has put in order
+        held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one]
+    holds = [
+        Hold(GRADIENTS, numels[name] * compute, position, copied.next() if name in held_longer else copied)
+        for name, position in places.gradients
+        if name in numels
+    ]
+    if sizes.moved_gradients:  # the last one beside its copy; those before it have given way to theirs
+        holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, copied))
+    return holds
+
+
 def _copied_in_bytes(sizes: Sizes, option: Option, training: Training) -> int:
     """What a processor's copy into the reduction needs beside its input; see [Note: Copy-in]."""
     compute, reduce = training.precision.compute_bytes, training.reduce_bytes
@@ -319,10 +326,10 @@ def slice_growths(unit: Unit, option: Option, places: Places, operators: Mapping
     if places.second is not None:
         begin = places.second.next().next()
         growths.append(Growth(_per_call(operator, sliced, outputs), begin, begin.next()))
-    begin = min((position for _, position in places.gradients), default=END)
-    leave = places.leave_again
-    if leave is not None and leave.visit == begin.visit and operator.kind != "Embedding":  # tokens have no gradient
-        growths.append(Growth(_per_call(operator, inputs, outputs), begin, leave))
+    first, leave = places.first_gradient, places.leave_again
+    takes_tokens = operator.kind == "Embedding"  # they have no gradient
+    if first is not None and leave is not None and leave.visit == first.visit and not takes_tokens:
+        growths.append(Growth(_per_call(operator, inputs, outputs), first, leave))
     return growths
 
 

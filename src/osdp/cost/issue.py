@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from osdp.cost.layout import Layout
 from osdp.cost.units import Option, Unit, is_kept
@@ -127,7 +127,7 @@ class _Walk:
         self._calls = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
         entered = sorted((place.enter, index) for index, place in enumerate(layout.places) if place.enter is not None)
         units = [layout.units[index] for _, index in entered]
-        left = [self.unit_of[unit.name] for unit in backward_order(cast(Any, units))]
+        left = [self.unit_of[unit.name] for unit in backward_order(units)]
         self._next = dict(pairwise(piece for _, index in entered for piece in self.pieces[index]))
         self._next_back = dict(pairwise(piece for index in left for piece in reversed(self.pieces[index])))
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
 
 import numpy as np
 
@@ -123,7 +122,9 @@ class Layout:
         entered = sorted((p.enter, i) for i, p in enumerate(raw) if p.enter is not None)
         issues = {i: Position(before[0].visit, before[0].slot + ISSUE) for before, (_, i) in _pairs(entered)}
         again: dict[int, Position] = {}
-        for before, i in pairwise(self._backward_order([i for _, i in entered])):
+        index = {self.units[i].name: i for _, i in entered}
+        order = backward_order([self.units[i] for _, i in entered])  # each issues the next one's gather
+        for before, i in pairwise(index[unit.name] for unit in order):
             if (reached := raw[before].reached) is not None:
                 again[i] = Position(reached.visit, reached.slot + ISSUE)
         for i in issues:  # a second forward gathers as the first did: the unit before issues it
@@ -152,12 +153,6 @@ class Layout:
             )
             for i, p in enumerate(raw)
         ]
-
-    def _backward_order(self, entered: list[int]) -> list[int]:
-        """Units in the order in which each issues the next one's gather in backward, as osdp.runtime.apply sets it."""
-        index = {self.units[i].name: i for i in entered}
-        order = backward_order(cast(Any, [self.units[i] for i in entered]))
-        return [index[unit.name] for unit in order]
 
     def _second_issue(self, raw: list[_RawPlaces], entered: list[tuple[Position, int]], unit: int) -> Position | None:
         """Where, in a second forward, the unit entered before this one issues its gather."""

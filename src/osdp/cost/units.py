@@ -150,8 +150,19 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
             largest = max(largest, shard * ranks)
             if dim:
                 moved_gradients.append((name, numel))
-    counts = len(gradients), moved, tuple(moved_gradients), padded, largest
-    return Sizes(gathered, held, reduced, trained, tuple(gradients), tuple(tensors), *counts)
+    return Sizes(
+        gathered=gathered,
+        held=held,
+        reduced=reduced,
+        trained=trained,
+        gradients=tuple(gradients),
+        tensors=tuple(tensors),
+        trained_tensors=len(gradients),
+        moved=moved,
+        moved_gradients=tuple(moved_gradients),
+        padded=padded,
+        largest=largest,
+    )
 
 
 def modes_for(cluster: Cluster) -> tuple[str, ...]:
