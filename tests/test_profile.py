@@ -12,27 +12,31 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from small_models import captured, gpt, source
 from test_train import running, two_ranks
 
 from osdp.api import plan_graph
 from osdp.cli.main import main
 from osdp.cli.profile import write_text
-from osdp.cluster import GROUPS, KINDS, Cluster
+from osdp.cluster import GROUPS, KINDS, Cluster, Measured
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import OPTIMIZERS, Training
+from osdp.cost.units import Option
 from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, load_model
+from osdp.planfile import FREE, REPLICATE
 from osdp.profiling.bench import Bench
-from osdp.profiling.busy import solve as solve_busy
 from osdp.profiling.collectives import groups_of
-from osdp.profiling.exchange import solve as solve_exchange
+from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of, solve
 from osdp.profiling.fit import Point, fit, settled
+from osdp.profiling.stack import Passes, Stack
 from osdp.profiling.stages import rising, time_stages
 from osdp.training.errand import Errand
 from osdp.training.world import started
@@ -84,16 +88,38 @@ def test_outliers_are_timed_again() -> None:
     assert again == [65536]  # not when time is up
 
 
-@pytest.mark.parametrize("busy", [0.0, 0.3, 1.4])
-@pytest.mark.parametrize("compute", [0.02, 0.03, 0.04])
-def test_busy_is_what_both_take_more_than_the_longer(busy: float, compute: float) -> None:
-    together = max(compute, 0.03) + busy * min(compute, 0.03)
-    assert solve_busy(compute, 0.03, together) == pytest.approx(busy)
+def test_a_figure_is_where_the_prediction_meets_what_was_measured() -> None:
+    assert solve(lambda each: 0.1 + 48 * each, 0.148, most=0.9) == pytest.approx(1e-3)
+    assert solve(lambda each: 0.1 + 48 * each, 0.05, most=0.9) == 0.0
+    assert solve(lambda each: 0.1 + 48 * each, 90.0, most=0.9) == 0.9
+    assert solve(lambda each: max(0.3, each**3), 0.5, least=0.1, most=2.0) == pytest.approx(0.5 ** (1 / 3))
 
 
-def test_the_hosts_time_makes_the_predicted_step_the_measured_one() -> None:
-    assert solve_exchange(lambda each: 0.1 + 48 * each, 0.148) == pytest.approx(1e-3)
-    assert solve_exchange(lambda each: 0.1 + 48 * each, 0.05) == 0.0
+@pytest.mark.parametrize("word", ["2xCPU", "2x2xCPU"])
+def test_the_engines_figures_are_read_off_its_passes(word: str) -> None:
+    """Passes that were predicted with known figures give these figures back."""
+    pairs = [(kind, group) for group in groups_of(Cluster.parse(word)) for kind in KINDS]
+    alone = [Measured(kind, group, 1e-3, 125e6 if group == "world" else 1e9) for kind, group in pairs]
+    cluster = replace(Cluster.parse(word), measured=tuple(alone))
+    busy = {(kind, group): {"world": 0.3, "node": 0.9, "across": 0.5}[group] for kind, group in pairs}
+    busy |= {("all_reduce", "across"): 0.9} if len(pairs) > 3 else {}
+    factor = {pair: 0.9 + 0.1 * number for number, pair in enumerate(pairs) if pair[1] == "world"}
+    truth = EngineFigures(5e-4, 2e-3, busy, factor, ())
+    plain = {TINY_WIDTH: Passes(8e-3, 1.6e-2), 256: Passes(0.02, 0.04), 320: Passes(0.16, 0.32)}
+    stacks = []
+    for width, passes in plain.items():
+        stack = Stack(width, 1, torch.device("cpu"))
+        known = replace(cluster, stages=stack.timed_stages(passes))
+        options = [Option(REPLICATE), Option(FREE), *(each.option for probe in probes_of(cluster) for each in probe)]
+        stacks.append(
+            TimedStack(stack, known, {o: stack.predicted(o, truth.applied(known)) for o in dict.fromkeys(options)})
+        )
+    found = fitted(*stacks)
+    assert (found.visit_seconds, found.exchange_seconds) == pytest.approx((5e-4, 2e-3), rel=0.02)
+    assert found.overlap == pytest.approx(0.7, abs=0.02)
+    assert found.busy == pytest.approx({pair: busy[pair] for pair in found.busy}, abs=0.05)
+    assert {pair: found.factor[pair] for pair in factor} == pytest.approx(factor, rel=0.02)
+    assert all(each.predicted_seconds == pytest.approx(each.measured_seconds, rel=0.02) for each in found.passes)
 
 
 def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +198,11 @@ def test_a_plan_with_a_profile_predicts_what_was_timed(tmp_path: Path) -> None:
     assert cluster.to_dict() == document["cluster"] and cluster.word == "2xCPU"
     assert [(each.kind, each.group) for each in cluster.measured] == [(kind, "world") for kind in KINDS]
     assert {each.name for each in cluster.optimizers} == set(OPTIMIZERS)
-    assert all(0 <= each.busy_fraction <= 2 for each in cluster.measured) and cluster.device.matmul_efficiency == 1.0
+    assert (
+        all(0 <= each.busy_fraction <= 1 for each in cluster.measured)
+        and 0 <= cluster.overlap <= 1
+        and cluster.device.matmul_efficiency == 1.0
+    )
 
     graph = _graph(load_model("tiny_lm:build"))
     plan = plan_graph(graph, cluster, Training.of("fp32", "sgd"), Rules(recompute=False), batch=2)

@@ -1,6 +1,6 @@
 """Runs plans of ten models on simulated clusters and prints the error of every prediction (root needed).
 
-python -m benchmarks.fidelity                     # all of it, about 20 minutes on an idle machine
+python -m benchmarks.fidelity                     # all of it, about 45 minutes on an idle machine
 python -m benchmarks.fidelity --quick             # a few cases, to see that it works
 python -m benchmarks.fidelity --read FILE         # tables and plots of a result that was saved
 """
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--worlds", default=",".join(WORLDS), help="default: %(default)s")
     parser.add_argument("--models", default=",".join(NAMES), help="default: %(default)s")
     parser.add_argument("--across", default="1gbit", help="each host's link (default %(default)s)")
-    parser.add_argument("--profile-seconds", type=float, default=60.0, help="for a world's machines (default 60)")
+    parser.add_argument("--profile-seconds", type=float, default=40.0, help="for each model and world (default 40)")
     parser.add_argument("--ways", help="run these plans of every model, such as 'free,planned' (default: see the code)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", type=Path, help="write every figure as JSON")
@@ -82,7 +82,6 @@ def work_of(world: str, models: list[str], ways: list[str], *, quick: bool) -> l
 
 def measured(args: Any) -> dict[str, Any]:
     cases: list[dict[str, Any]] = []
-    profiles: dict[str, Any] = {}
     began = perf_counter()
     for world in args.worlds.split(","):
         hosts, each = WORLDS[world]
@@ -112,12 +111,11 @@ def measured(args: Any) -> dict[str, Any]:
         failed = first_failure(results)
         if failed is not None:
             raise SystemExit(f"rank {failed.rank} of world {world} failed:\n{failed.stderr[-4000:]}")
-        profiles[world] = next(told["profile"] for told in seen if "profile" in told)
         cases += [{"world": world, **told["case"]} for told in seen if "case" in told]
     import torch
 
     about = {"date": date.today().isoformat(), "torch": torch.__version__, "across": args.across}
-    return {**about, "seconds": perf_counter() - began, "profiles": profiles, "cases": cases}
+    return {**about, "seconds": perf_counter() - began, "cases": cases}
 
 
 if __name__ == "__main__":

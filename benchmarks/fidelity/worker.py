@@ -1,4 +1,4 @@
-"""One rank of one world: measures the machines, then each model's stages, then runs the plans made from that."""
+"""One rank of one world: profiles the machines with each model in turn, and runs the plans made from that."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from osdp.cluster import Cluster
-from osdp.profiling.bench import Bench
 from osdp.profiling.run import Wanted, profile_in
-from osdp.profiling.stages import time_stages
-from osdp.profiling.trial import try_plan
-from osdp.training.errand import Errand
+from osdp.profiling.trial import try_plans
 from osdp.training.world import World, started
 
 from .models import source_of
@@ -23,37 +18,34 @@ from .plans import Case, cases
 
 TIMEOUT_SECONDS = 120.0
 BATCHES = (1, 2, 4)  # at which stages are timed
+STEPS, TRIES = 2, 9  # of every plan, in turn with the model's other plans
 
 
 def main() -> int:
     parser = ArgumentParser()
     parser.add_argument("--work", required=True, help="JSON: [[model, ways, batches], ...]")
-    parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--stage-seconds", type=float, default=10.0)
+    parser.add_argument("--profile-seconds", type=float, default=40.0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     with started(timeout_seconds=TIMEOUT_SECONDS) as world:
-        wanted = Wanted(None, BATCHES, "fp32", args.profile_seconds, TIMEOUT_SECONDS, None, None, quiet=True)
-        found = profile_in(world, wanted)
-        _tell(world, "profile", {**found.to_dict(), "toml": found.cluster.to_toml()})
         for model, ways, batches in json.loads(args.work):
-            for result in _measured(world, found.cluster, model, ways, batches, args.stage_seconds):
-                _tell(world, "case", result)
+            for case in _measured(world, model, ways, batches, args.profile_seconds):
+                if world.leads:
+                    print(json.dumps({"case": case}), flush=True)
     return 0
 
 
 def _measured(
-    world: World, machine: Cluster, model: str, ways: list[str], batches: list[int], seconds: float
+    world: World, model: str, ways: list[str], batches: list[int], profile_seconds: float
 ) -> Iterator[dict[str, Any]]:
     source = source_of(model)
     graph = source.capture("fp32")
-    with Errand(world, timeout_seconds=TIMEOUT_SECONDS, quiet=True).under_way() as errand:
-        bench = Bench(errand, budget_seconds=seconds)
-        timed = time_stages(bench, source, graph, batches=BATCHES, memory_bytes=1 << 32, within=seconds)
-    cluster = replace(machine, stages=timed.stages)
+    wanted = Wanted(source, BATCHES, "fp32", profile_seconds, TIMEOUT_SECONDS, None, None, quiet=True)
+    cluster = profile_in(world, wanted).cluster
     made = cases(model, graph, cluster, ways=tuple(ways), batches=tuple(batches))
-    for case in _by_rank_0(made, world):
-        trial = try_plan(source, case.plan, world)
+    found = _by_rank_0(made, world)
+    trials = try_plans(source, [case.plan for case in found], world, steps=STEPS, tries=TRIES)
+    for case, trial in zip(found, trials, strict=True):
         yield {
             "model": model,
             "way": case.way,
@@ -75,11 +67,6 @@ def _by_rank_0(made: Iterator[Case], world: World) -> list[Case]:
     dist.broadcast_object_list(found)
     assert found[0] is not None
     return found[0]
-
-
-def _tell(world: World, kind: str, value: dict[str, Any]) -> None:
-    if world.leads:
-        print(json.dumps({kind: value}), flush=True)
 
 
 if __name__ == "__main__":

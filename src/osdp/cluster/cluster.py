@@ -31,8 +31,8 @@ class Cluster:
     `memory_bytes` replaces the device's own memory when it is not None. `node_link.bytes_per_second` is per
     device and direction, `network.bytes_per_second` per node and direction. `overlap` is the part of the shorter of
     compute and communication that hides behind the longer: 1 where they run side by side, 0 one after the other.
-    `exchange_seconds` is the host's own time for one gather or reduction of a unit. A profile measures both, and times
-    `stages` and `optimizers`.
+    The host's own time is `visit_seconds` for a unit's forward, or its backward, and `exchange_seconds` for one gather
+    or reduction of a unit. A profile measures these, and times `stages` and `optimizers`.
     """
 
     nodes: int
@@ -44,6 +44,7 @@ class Cluster:
     measured: tuple[Measured, ...] = ()
     overlap: float
     reserve_fraction: float
+    visit_seconds: float = 0.0
     exchange_seconds: float = 0.0
     stages: tuple[TimedStage, ...] = ()
     optimizers: tuple[TimedOptimizer, ...] = ()
@@ -61,8 +62,9 @@ class Cluster:
         object.__setattr__(self, "overlap", float(self.overlap))
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is {self.overlap!r} but must be true, false or a number from 0 to 1")
-        if not 0 <= self.exchange_seconds < 1:
-            raise UsageError(f"exchange_seconds is {self.exchange_seconds!r} but must be at least 0 and below 1")
+        for key in ("visit_seconds", "exchange_seconds"):
+            if not 0 <= getattr(self, key) < 1:
+                raise UsageError(f"{key} is {getattr(self, key)!r} but must be at least 0 and below 1")
         pairs = [(each.kind, each.group) for each in self.measured]
         twice = sorted({f"{kind} in {group}" for kind, group in pairs if pairs.count((kind, group)) > 1})
         if twice:
@@ -132,6 +134,7 @@ class Cluster:
             **memory,
             "reserve_fraction": self.reserve_fraction,
             "overlap": self.overlap,
+            "visit_seconds": self.visit_seconds,
             "exchange_seconds": self.exchange_seconds,
             "node_link": self.node_link.to_dict(),
             "network": self.network.to_dict(),
@@ -215,7 +218,7 @@ class Cluster:
         return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
 
     def busy_fraction(self, kind: str, group: str) -> float:
-        """How far a collective and the computation beside it slow each other; see `Measured`. 0 where not measured."""
+        """What a collective takes from the computation beside it, beyond `overlap`; 0 where not measured."""
         measured = self._measured(kind, group)
         return 0.0 if measured is None or not self.overlap else measured.busy_fraction
 

@@ -9,6 +9,7 @@ A cluster file, with everything but the first lines optional:
     memory = "40GiB"            # of each device, if not the device's own
     reserve_fraction = 0.06     # of that memory, not planned with
     overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
+    visit_seconds = 0.0         # the host's time for a unit's forward, and for its backward
     exchange_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
 
     [node_link]                 # inside a node: per device and direction
@@ -24,7 +25,7 @@ A cluster file, with everything but the first lines optional:
     group = "world"             # world, node, across
     latency_seconds = 45e-6     # of the whole call
     bytes_per_second = 150e9    # wire bytes of one rank per second
-    busy_fraction = 0.1         # 0: it costs the computation beside it nothing, 1: all of its seconds
+    busy_fraction = 0.1         # the part of its seconds that the computation beside it loses, beyond `overlap`
 
     [[optimizer]]               # a timed step replaces the model's for this optimizer
     name = "adamw"
@@ -70,7 +71,7 @@ _STAGE_KEYS = ("signature", "name", "batches", "forward_seconds", "backward_seco
 _DEVICE_KEYS = ("like", "memory", *(each.name for each in dataclasses.fields(Device)))
 _CLUSTER_KEYS = (
     *("name", "nodes", "devices_per_node", "device", "memory", "memory_bytes", "reserve_fraction", "overlap"),
-    *("exchange_seconds", "node_link", "network", "collective", "optimizer", "stage"),
+    *("visit_seconds", "exchange_seconds", "node_link", "network", "collective", "optimizer", "stage"),
 )
 
 
@@ -101,6 +102,7 @@ def read_cluster(table: object) -> dict[str, Any]:
         "memory_bytes": form.size(None),
         "reserve_fraction": form.number("reserve_fraction", chosen.reserve_fraction),
         "overlap": form.fraction("overlap", chosen.overlap),
+        "visit_seconds": form.number("visit_seconds", 0.0),
         "exchange_seconds": form.number("exchange_seconds", 0.0),
         "node_link": _read_link(form, "node_link", "", chosen.node_link),
         "network": _read_link(form, "network", "", chosen.network),

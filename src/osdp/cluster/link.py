@@ -69,7 +69,8 @@ class Measured:
     """One collective's measured price: seconds = latency_seconds + wire_bytes / bytes_per_second.
 
     `latency_seconds` is the whole call's, not one hop's: it replaces the model's latency and rate together.
-    Beside computation both go on at 1 / (1 + `busy_fraction`) of their rates: 0 is side by side, 1 one after the other.
+    `busy_fraction` is the part of its seconds that the computation beside it loses, beyond what the cluster's `overlap`
+    says of all collectives.
     """
 
     kind: str

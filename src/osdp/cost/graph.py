@@ -10,7 +10,7 @@ follow it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from osdp.cluster import Cluster
@@ -53,6 +53,10 @@ class StepGraph:
     cluster: Cluster
     nodes: tuple[Node, ...]
 
+    def pass_seconds(self, which: str) -> float:
+        """Seconds of all forward passes, or of all backward passes, of a step."""
+        return replace(self, nodes=tuple(node for node in self.nodes if node.phase == which)).time().total
+
     def time(self) -> StepTime:
         """Sums the phases: both streams of each, side by side or one after the other; see [Note: Phase]."""
         micro = self.training.accumulation
@@ -86,7 +90,7 @@ class StepGraph:
         """
         if not self.cluster.overlap:
             return self.time().total
-        streams = Streams()
+        streams = Streams(busy=1 - self.cluster.overlap)
         for micro_batch in range(self.training.accumulation):
             last = micro_batch == self.training.accumulation - 1
             streams.run([node for node in self.nodes if node.kind != OPTIMIZER and (last or not node.once)])

@@ -99,7 +99,7 @@ class Collective(NamedTuple):
     seconds: float
     copied_bytes: int  # moved on the device beside it: casts, copies in and out
     copy_seconds: float
-    busy: float = 0.0  # see [Note: Busy] in osdp.profiling.busy
+    busy: float = 0.0  # see [Note: Engine] in osdp.profiling.engine
 
     @property
     def taken_seconds(self) -> float:
@@ -129,11 +129,12 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
         tensors += count * sizes.trained_tensors
         two_levels = option.crosses(mode)
         if places.enter is not None:
-            gather += _gather(mode, sizes, training, cluster, again=False, two_levels=two_levels) * count
+            found = _gather(mode, sizes, training, cluster, again=False, two_levels=two_levels)
+            gather += _visited(found, cluster) * count
         if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
             again += _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels) * count
         if unit.trained and places.leave_again is not None:
-            reduce += _reduce(mode, sizes, training, cluster, two_levels=two_levels) * count
+            reduce += _visited(_reduce(mode, sizes, training, cluster, two_levels=two_levels), cluster) * count
     held = training.precision.master_bytes * stepped
     step_bytes = training.optimizer.passes * held
     timed = cluster.timed_optimizer(training.optimizer.name)
@@ -141,6 +142,14 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
     if timed is not None:
         seconds = tensors * timed.tensor_seconds + held * timed.byte_seconds
     return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, seconds)
+
+
+def _visited(work: list[Collective], cluster: Cluster) -> list[Collective]:
+    """The same with the host's own time for a unit's pass, before its first collective."""
+    if not cluster.visit_seconds:
+        return work
+    first, *rest = work or [Collective("copy", None, 0, 0.0, 0, 0.0)]
+    return [first._replace(copy_seconds=first.copy_seconds + cluster.visit_seconds), *rest]
 
 
 def _collective(

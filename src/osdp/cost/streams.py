@@ -26,7 +26,7 @@ class Node:
     seconds: float
     depends: tuple[int, ...]
     once: bool = False
-    busy: float = 0.0  # how far a collective and the computation beside it slow each other
+    busy: float = 0.0  # what a collective takes from the computation beside it, beyond what all of them do
 
     @property
     def taken_seconds(self) -> float:
@@ -34,9 +34,13 @@ class Node:
 
 
 class Streams:
-    """A clock for each stream. Computing beside a collective, both go on at 1 / (1 + busy) of their rates."""
+    """A clock for each stream. Computing beside a collective, both go on at 1 / (1 + busy) of their rates.
 
-    def __init__(self) -> None:
+    `busy` is what all collectives have in common: 0 is side by side, 1 one after the other.
+    """
+
+    def __init__(self, busy: float = 0.0) -> None:
+        self._busy = busy
         self._main = self._reduced = 0.0
         self._wires: list[tuple[float, float, float]] = []  # a collective's start and end, and how busy it keeps
 
@@ -58,7 +62,7 @@ class Streams:
                     self._main = max(self._main, self._reduced)
                 start = max(self._free, self._main, ready)
                 place[node.id] = len(self._wires)
-                self._wires.append((start, start + node.seconds, node.busy))
+                self._wires.append((start, start + node.seconds, self._busy + node.busy))
                 self._reduced = start + node.seconds if node.kind != ALL_GATHER else self._reduced
             else:
                 self._compute(max(self._main, ready), node.seconds)

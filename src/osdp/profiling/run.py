@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,9 @@ import torch
 from osdp.cluster import Cluster, Device
 from osdp.cost.training import PRECISIONS
 from osdp.profiling.bench import SPREAD, Bench
-from osdp.profiling.busy import with_busy
 from osdp.profiling.collectives import Carrier, TimedCollective, time_collectives
 from osdp.profiling.compute import Rate, kernel_seconds, memory_rate, product_rates
-from osdp.profiling.exchange import Exchange, time_exchange
+from osdp.profiling.engine import EngineFigures, time_engine
 from osdp.profiling.machine import Machine, look_around
 from osdp.profiling.optimizer import FittedOptimizer, time_optimizers
 from osdp.profiling.stages import TimedStages, time_stages
@@ -27,7 +25,7 @@ from osdp.training.world import World, started
 if TYPE_CHECKING:
     from osdp.model.source import ModelSource
 
-_SHARES = {"device": 0.2, "collectives": 0.3, "busy": 0.15, "exchange": 0.05, "optimizer": 0.15, "stages": 0.2}
+_SHARES = {"device": 0.1, "collectives": 0.25, "engine": 0.35, "optimizer": 0.1, "stages": 0.2}
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Profile:
     catalogue: Device | None
     rates: tuple[Rate, ...]
     collectives: tuple[TimedCollective, ...]
-    exchange: Exchange | None
+    engine: EngineFigures | None
     optimizers: tuple[FittedOptimizer, ...]
     stages: TimedStages | None
     model: str | None
@@ -73,7 +71,7 @@ class Profile:
                 {"what": r.what, "dtype": r.dtype, "per_second": r.per_second, **r.fit.to_dict()} for r in self.rates
             ],
             "collectives": [{**c.measured.to_dict(), **c.fit.to_dict()} for c in self.collectives],
-            "exchange": None if self.exchange is None else dataclasses.asdict(self.exchange),
+            "engine": None if self.engine is None else [each._asdict() for each in self.engine.passes],
             "optimizers": [{**o.timed.to_dict(), **o.fit.to_dict()} for o in self.optimizers],
             "stages": None
             if self.stages is None
@@ -111,16 +109,17 @@ class _Run:
         cluster = replace(machine.cluster, device=device)
         carrier = Carrier(cluster, world.device)
         collectives: list[TimedCollective] = []
-        exchange = None
+        engine = None
         if world.size > 1:
             share = bench.begin("collectives", f"collectives between {world.size} ranks")
             collectives = time_collectives(bench, carrier, cluster, within=share)
-            share = bench.begin("busy", "compute and communication at once")
-            collectives = with_busy(bench, carrier, collectives, within=share)
             cluster = replace(cluster, measured=tuple(each.measured for each in collectives))
-            share = bench.begin("exchange", "the engine, on a stack of tiny blocks")
-            exchange = time_exchange(bench, cluster, within=share)
-            cluster = replace(cluster, exchange_seconds=exchange.seconds)
+            share = bench.begin("engine", "the engine on stacks of blocks")
+            largest = min(each.largest_bytes for each in collectives)
+            engine = time_engine(bench, cluster, largest_bytes=largest, within=share)
+            cluster = engine.applied(cluster)
+            both = zip(collectives, cluster.measured, strict=True)
+            collectives = [replace(each, measured=measured) for each, measured in both]
         share = bench.begin("optimizer", "optimizers")
         master = torch.bfloat16 if PRECISIONS[precision].master_bytes == 2 else torch.float32
         optimizers = time_optimizers(bench, carrier.meshes.world, master=master, within=share)
@@ -137,7 +136,7 @@ class _Run:
             catalogue=machine.catalogue,
             rates=tuple(rates),
             collectives=tuple(collectives),
-            exchange=exchange,
+            engine=engine,
             optimizers=tuple(optimizers),
             stages=stages,
             model=None if wanted.source is None else wanted.source.name,

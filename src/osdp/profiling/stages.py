@@ -35,11 +35,12 @@ from osdp.model.graph import Mark, ModelGraph
 from osdp.model.source import ModelSource
 from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
-from osdp.profiling.bench import LEAST_TRIES, MOST_TRIES, Bench
+from osdp.profiling.bench import LEAST_TRIES, Bench
 from osdp.runtime.initialize import initialize
 from osdp.training.baddays import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
+_MOST_STEPS = 200  # at one batch size
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
 
 
@@ -195,14 +196,14 @@ def _at_batch(
         rounds.append([_tried(bench, run) for run in runs])
         if len(rounds) == 1:
             (once,) = bench.slowest(sum(float(rows.sum()) for rows in rounds[0]))
-            tries = 1 if bench.late else max(LEAST_TRIES, min(MOST_TRIES, int(within / max(once, 1e-6))))
+            tries = 1 if bench.late else max(LEAST_TRIES, min(_MOST_STEPS, int(within / max(once, 1e-6))))
     return {
-        again: _of_graph(graph, subject, _typical(bench, [found[index] for found in rounds]), again)
+        again: _of_graph(graph, subject, typical(bench, [found[index] for found in rounds]), again)
         for index, again in enumerate(order)
     }
 
 
-def _typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """The median step of the slowest rank, divided over stages as all ranks' steps are on the mean."""
     everyone = np.array(bench.world.all_numbers(*np.stack(rows).flatten().tolist()))
     everyone = everyone.reshape(bench.world.size, len(rows), -1, 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -88,15 +88,32 @@ class Tried:
         return self.held_bytes() + peak_above_start(self.step)
 
 
+def try_plans(
+    source: ModelSource, plans: Sequence[Plan], world: World, *, steps: int = 3, tries: int = 3
+) -> list[Trial]:
+    """Trains a few steps on all ranks at once and lets go of the models; equal on all ranks.
+
+    The plans are all held in memory and tried in turn: whatever else the machines do meanwhile slows all alike.
+    """
+    all_tried = [Tried(source, plan, world) for plan in plans]
+    own: list[list[float]] = []
+    for tried in all_tried:
+        for _ in range(WARM_UP_STEPS):
+            tried.step()
+        own.append([tried.peak_bytes()])
+    for _ in range(tries):
+        for tried, numbers in zip(all_tried, own, strict=True):
+            numbers.append(tried.seconds(steps))
+    found = []
+    for numbers in own:
+        highest, *slowest = (max(column) for column in zip(*world.all_numbers(*numbers), strict=True))
+        found.append(Trial(statistics.median(slowest), tuple(slowest), int(highest)))
+    return found
+
+
 def try_plan(source: ModelSource, plan: Plan, world: World, *, steps: int = 3, tries: int = 3) -> Trial:
-    """Trains a few steps on all ranks at once and lets go of the model; equal on all ranks."""
-    tried = Tried(source, plan, world)
-    for _ in range(WARM_UP_STEPS):
-        tried.step()
-    peak = tried.peak_bytes()
-    own = [tried.seconds(steps) for _ in range(tries)]
-    *slowest, highest = (max(column) for column in zip(*world.all_numbers(*own, peak), strict=True))
-    return Trial(statistics.median(slowest), tuple(slowest), int(highest))
+    """The same for one plan."""
+    return try_plans(source, [plan], world, steps=steps, tries=tries)[0]
 
 
 def peak_above_start(run: Callable[[], object]) -> int:

@@ -13,6 +13,7 @@ from osdp.report.numbers import format_rate, format_seconds
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 if TYPE_CHECKING:
+    from osdp.profiling.engine import CheckedPass
     from osdp.profiling.fit import Fit
     from osdp.profiling.run import Profile
 
@@ -55,7 +56,10 @@ class ProfilePage:
     seconds: float
     figures: tuple[FigureRow, ...]
     collectives: tuple[CollectiveRow, ...]
+    visit_seconds: float
     exchange_seconds: float
+    overlap: float
+    passes: tuple[CheckedPass, ...]
     optimizers: tuple[OptimizerRow, ...]
     model: str | None
     stages: tuple[TimedStage, ...]
@@ -71,7 +75,10 @@ def profile_page(profile: Profile) -> ProfilePage:
         seconds=profile.seconds,
         figures=tuple(_figures(profile)),
         collectives=tuple(_collectives(profile)),
+        visit_seconds=profile.cluster.visit_seconds,
         exchange_seconds=profile.cluster.exchange_seconds,
+        overlap=profile.cluster.overlap,
+        passes=() if profile.engine is None else profile.engine.passes,
         optimizers=tuple(
             OptimizerRow(each.timed.name, each.timed.tensor_seconds, each.timed.byte_seconds, *_errors(each.fit))
             for each in profile.optimizers
@@ -131,6 +138,7 @@ def print_profile(page: ProfilePage, out: Console) -> None:
     _print_figures(page, out)
     if page.collectives:
         _print_collectives(page, out)
+        _print_engine(page, out)
     _print_optimizers(page, out)
     if page.stages:
         _print_stages(page, out)
@@ -177,7 +185,22 @@ def _print_collectives(page: ProfilePage, out: Console) -> None:
     outliers = sum(row.outliers for row in page.collectives)
     if outliers:
         print_line(out, f"{outliers} timings stayed off their line by more than a factor of two after repetition")
-    print_line(out, f"the host's own time for a gather or reduction: {format_seconds(page.exchange_seconds)}")
+
+
+def _print_engine(page: ProfilePage, out: Console) -> None:
+    print_heading(out, "The engine on stacks of blocks")
+    table = make_table(
+        *(("blocks", "left"), ("mode", "left"), ("pass", "left")),
+        *(("measured", "right"), ("predicted", "right"), ("error", "right")),
+    )
+    for each in page.passes:
+        seconds = each.measured_seconds, each.predicted_seconds
+        error = f"{100 * (each.predicted_seconds / each.measured_seconds - 1):+.0f} %"
+        table.add_row(each.blocks, each.mode, each.which, *map(format_seconds, seconds), error)
+    out.print(indented(table))
+    visit, exchange = format_seconds(page.visit_seconds), format_seconds(page.exchange_seconds)
+    print_line(out, f"the host's own time: {visit} for a unit's pass, {exchange} for a gather or reduction")
+    print_line(out, f"of the shorter of compute and communication, {100 * page.overlap:.0f} % hides behind the longer")
 
 
 def _print_optimizers(page: ProfilePage, out: Console) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from osdp._torch.fsdp import (
     backward_broke,
@@ -31,6 +30,7 @@ from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
 from osdp.runtime.courier import Courier, Reductions
 from osdp.runtime.meshes import Meshes
+from osdp.runtime.recompute import recompute
 from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Unused, largest_of_all
 
@@ -91,7 +91,8 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
-    _recompute(plan, modules)
+    blocks = sorted({unit.block for unit in plan.units if unit.recompute and unit.block})
+    recompute([modules[block] for block in blocks], on_cpu=device_type == "cpu")
     _shard(model, plan, pieces, meshes)
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
@@ -138,12 +139,6 @@ def _free_unless_trained(pieces: Sequence[Piece], model: nn.Module, inputs: obje
     if not torch.is_grad_enabled():
         for piece in pieces:
             _sharded(piece.modules[0]).reshard()
-
-
-def _recompute(plan: Plan, modules: Mapping[str, nn.Module]) -> None:
-    for block in sorted({unit.block for unit in plan.units if unit.recompute and unit.block}):
-        module = modules[block]
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> list[Piece]:

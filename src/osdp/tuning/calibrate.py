@@ -68,6 +68,7 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
             )
             for each in cluster.measured
         ),
+        visit_seconds=cluster.visit_seconds * factors.host,
         exchange_seconds=cluster.exchange_seconds * factors.host,
         optimizers=tuple(
             replace(

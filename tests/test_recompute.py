@@ -1,0 +1,52 @@
+"""A recomputed block draws the random numbers that it drew in forward, and what draws none keeps next to nothing."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from osdp.runtime.recompute import recompute
+
+
+def blocks(dropout: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    model(torch.ones(4, 8)).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_recomputed_block_draws_what_it_drew(dropout: float, on_cpu: bool) -> None:
+    expected = gradients(blocks(dropout))
+    model = blocks(dropout)
+    recompute(list(model), on_cpu=on_cpu)
+    assert all(map(torch.equal, gradients(model), expected)) and len(expected) == 8
+    after = torch.get_rng_state()
+    gradients(blocks(dropout))
+    assert torch.equal(torch.get_rng_state(), after)  # what follows draws as if nothing had been recomputed
+
+
+@pytest.mark.parametrize(("dropout", "states"), [(0.0, 1), (0.5, 4)])
+def test_blocks_that_draw_nothing_share_one_state(dropout: float, states: int) -> None:
+    size = torch.get_rng_state().numel()
+
+    def held() -> int:
+        gc.collect()
+        return sum(type(each) is Tensor and each.numel() == size for each in gc.get_objects())
+
+    before = held()
+    model = blocks(dropout)
+    recompute(list(model), on_cpu=True)
+    loss = model(torch.ones(4, 8)).sum()
+    assert held() - before == states
+    loss.backward()
+    del loss
+    assert held() == before
