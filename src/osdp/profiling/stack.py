@@ -22,7 +22,6 @@ from osdp.model.gpt import Block
 from osdp.model.source import ModelSource, output_loss
 from osdp.planfile import unpriced_plan
 from osdp.profiling.bench import LEAST_TRIES, Bench
-from osdp.profiling.stages import typical
 from osdp.runtime.apply import parallelize
 
 BLOCKS, LENGTH, HEAD_WIDTH = 8, 16, 64
@@ -110,13 +109,16 @@ class Stack:
 
 
 def _timed_passes(model: nn.Module, values: Tensor) -> Passes:
+    """This rank's seconds; all ranks begin each pass together, as ranks that share processors slow each other."""
     began = _now(values.device)
     loss = model(values)
     turned = _now(values.device)
+    dist.barrier()
+    again = _now(values.device)
     loss.backward()
     ended = _now(values.device)
     model.zero_grad(set_to_none=True)
-    return Passes(turned - began, ended - turned)
+    return Passes(turned - began, ended - again)
 
 
 def _now(device: torch.device) -> float:
@@ -140,5 +142,5 @@ def timed_in_turn(bench: Bench, runs: Sequence[Run], *, within: float) -> list[P
         if len(rounds) == 1:
             (once,) = bench.slowest(sum(sum(passes) for passes in rounds[0]))
             tries = max(LEAST_TRIES, min(_MOST_ROUNDS, int(within / max(once, 1e-6))))
-    columns = zip(*rounds, strict=True)
-    return [Passes(*typical(bench, [np.array([p]) for p in column])[0].tolist()) for column in columns]
+    slowest = bench.slowest(*np.median(np.array(rounds), axis=0).flatten().tolist())
+    return [Passes(*seconds) for seconds in np.array(slowest).reshape(len(runs), -1).tolist()]

@@ -4,9 +4,11 @@
 Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
 Depth is cut as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Stages of one signature
-are averaged. A whole step takes the slowest rank's seconds, and of all steps the median; it is divided over the stages
-in the proportion of their means over steps and ranks, so that the stages' seconds add up to what a step took. A larger
-batch never takes less: where noise says so, both get the mean.
+are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves out how
+ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
+proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. Before a pass
+the processor's caches are filled with other data: in training, the rest of the model, gradients and the optimizer lie
+between two uses of a weight. A larger batch never takes less: where noise says so, both get the mean.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from osdp.model.graph import Mark, ModelGraph
 from osdp.model.source import ModelSource
 from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
-from osdp.profiling.bench import LEAST_TRIES, Bench
+from osdp.profiling.bench import Bench
 from osdp.runtime.initialize import initialize
 from osdp.training.baddays import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
-_MOST_STEPS = 200  # at one batch size
+_CACHE_BYTES = 64 << 20  # more than processors' caches
+_LEAST_STEPS, _MOST_STEPS = 5, 200  # at one batch size, however late it is
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
 
 
@@ -51,6 +54,15 @@ class Clock(Recorder):
         super().__init__(set())
         self._cuda = device.type == "cuda"
         self._times: list[Any] = []
+        self._waited = 0.0
+
+    def together(self) -> None:
+        """Begins a pass with the other ranks, whose processors these may be too; what that takes does not count."""
+        if not self._cuda:
+            began = time.perf_counter()
+            _other_data().sum()
+            dist.barrier()
+            self._waited += time.perf_counter() - began
 
     def mark(self, kind: str, name: str, again: bool = False) -> None:
         self.trace.marks.append(Mark(kind, name, again))
@@ -59,7 +71,7 @@ class Clock(Recorder):
             event.record()
             self._times.append(event)
         else:
-            self._times.append(time.perf_counter())
+            self._times.append(time.perf_counter() - self._waited)
 
     def seconds(self) -> list[float]:
         """Of every mark, since the first."""
@@ -68,6 +80,11 @@ class Clock(Recorder):
             torch.cuda.synchronize()
             return [first.elapsed_time(event) / 1e3 for event in self._times]
         return [moment - first for moment in self._times]
+
+
+@functools.cache
+def _other_data() -> Tensor:
+    return torch.ones(_CACHE_BYTES // 4)
 
 
 @dataclass(frozen=True)
@@ -196,20 +213,21 @@ def _at_batch(
         rounds.append([_tried(bench, run) for run in runs])
         if len(rounds) == 1:
             (once,) = bench.slowest(sum(float(rows.sum()) for rows in rounds[0]))
-            tries = 1 if bench.late else max(LEAST_TRIES, min(_MOST_STEPS, int(within / max(once, 1e-6))))
+            within = 0.0 if bench.late else within
+            tries = max(_LEAST_STEPS, min(_MOST_STEPS, int(within / max(once, 1e-6))))
     return {
-        again: _of_graph(graph, subject, typical(bench, [found[index] for found in rounds]), again)
+        again: _of_graph(graph, subject, _typical(bench, [found[index] for found in rounds]), again)
         for index, again in enumerate(order)
     }
 
 
-def typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """The median step of the slowest rank, divided over stages as all ranks' steps are on the mean."""
+def _typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Of each pass the slowest rank's median, divided over stages as all ranks' passes are on the mean."""
     everyone = np.array(bench.world.all_numbers(*np.stack(rows).flatten().tolist()))
     everyone = everyone.reshape(bench.world.size, len(rows), -1, 2)
-    totals = everyone.sum(axis=(2, 3)).max(axis=0)
-    share = everyone.mean(axis=(0, 1)) / everyone.mean(axis=(0, 1)).sum()
-    return share * statistics.median(totals.tolist())
+    passes = np.median(everyone.sum(axis=2), axis=1).max(axis=0)
+    mean = everyone.mean(axis=(0, 1))
+    return mean / np.maximum(mean.sum(axis=0), 1e-12) * passes
 
 
 def _tried(bench: Bench, run: Callable[[], NDArray[Any]]) -> NDArray[Any]:
@@ -245,10 +263,12 @@ def _step(
             checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
         )
     try:
+        clock.together()
         clock.mark("begin", "")
         scalar = loss(model(*args, **kwargs))
         clock.trace.backward_mark = len(clock.trace.marks)
         clock.mark("turn", "")
+        clock.together()
         hooks.in_backward = True
         scalar.backward()
         clock.mark("end", "")
