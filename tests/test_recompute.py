@@ -22,12 +22,12 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("share_draws", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_recomputed_block_draws_what_it_drew(dropout: float, on_cpu: bool) -> None:
+def test_a_recomputed_block_draws_what_it_drew(dropout: float, share_draws: bool) -> None:
     expected = gradients(blocks(dropout))
     model = blocks(dropout)
-    recompute(list(model), on_cpu=on_cpu)
+    recompute(list(model), share_draws=share_draws)
     assert all(map(torch.equal, gradients(model), expected)) and len(expected) == 8
     after = torch.get_rng_state()
     gradients(blocks(dropout))
@@ -44,7 +44,7 @@ def test_blocks_that_draw_nothing_share_one_state(dropout: float, states: int) -
 
     before = held()
     model = blocks(dropout)
-    recompute(list(model), on_cpu=True)
+    recompute(list(model), share_draws=True)
     loss = model(torch.ones(4, 8)).sum()
     assert held() - before == states
     loss.backward()

@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", type=Path, help="write every figure as JSON")
     parser.add_argument("--read", type=Path, help="do not run, read what was saved")
+    parser.add_argument("--dry-later", action="store_true", help="only measure and save; --read makes the dry runs")
     parser.add_argument("--plots", type=Path, help="folder for the plots (SVG)")
     args = parser.parse_args()
     if args.read is not None:
@@ -46,6 +47,8 @@ def main() -> int:
         result = measured(args)
         if args.save is not None:  # at once: what follows could fail
             args.save.write_text(json.dumps(result, indent=1) + "\n")
+        if args.dry_later:
+            return 0
     if not all("dry_peak_bytes" in case for case in result["cases"]):
         from .dry import with_dry_runs
 

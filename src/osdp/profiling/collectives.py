@@ -18,8 +18,8 @@ from osdp.cluster import KINDS, Cluster, Measured, wire_bytes
 from osdp.profiling.bench import Action, Bench
 from osdp.profiling.fit import Fit, Point, settled
 from osdp.runtime import collectives as carried
-from osdp.runtime.courier import Courier, Job
-from osdp.runtime.meshes import Meshes
+from osdp.runtime.courier import Job
+from osdp.runtime.meshes import meshes_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))  # of the whole, not of a rank's part
 SIZES_CUDA = (*SIZES, 1 << 26, 1 << 28)
@@ -40,8 +40,8 @@ class Carrier:
     def __init__(self, cluster: Cluster, device: torch.device) -> None:
         carried = dist.get_backend() == dist.Backend.GLOO
         self.device = device
-        self.meshes = Meshes(device.type, cluster.nodes, cluster.devices_per_node, carried=carried)
-        self._courier = Courier(inline=False) if carried else None
+        self.meshes = meshes_of(device.type, cluster.nodes, cluster.devices_per_node, carried=carried)
+        self._courier = self.meshes.courier if carried else None
         self._stream = None if carried else torch.cuda.Stream(device)
 
     def start(self, job: Job) -> Callable[[], object]:

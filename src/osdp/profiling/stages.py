@@ -6,9 +6,8 @@ place of the recorder, while the model runs on real tensors in the compute dtype
 Depth is cut as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Stages of one signature
 are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves out how
 ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
-proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. Before a pass
-the processor's caches are filled with other data: in training, the rest of the model, gradients and the optimizer lie
-between two uses of a weight. A larger batch never takes less: where noise says so, both get the mean.
+proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. A larger batch
+never takes less: where noise says so, both get the mean.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from osdp.runtime.initialize import initialize
 from osdp.training.baddays import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
-_CACHE_BYTES = 64 << 20  # more than processors' caches
 _LEAST_STEPS, _MOST_STEPS = 5, 200  # at one batch size, however late it is
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
 
@@ -60,7 +58,6 @@ class Clock(Recorder):
         """Begins a pass with the other ranks, whose processors these may be too; what that takes does not count."""
         if not self._cuda:
             began = time.perf_counter()
-            _other_data().sum()
             dist.barrier()
             self._waited += time.perf_counter() - began
 
@@ -80,11 +77,6 @@ class Clock(Recorder):
             torch.cuda.synchronize()
             return [first.elapsed_time(event) / 1e3 for event in self._times]
         return [moment - first for moment in self._times]
-
-
-@functools.cache
-def _other_data() -> Tensor:
-    return torch.ones(_CACHE_BYTES // 4)
 
 
 @dataclass(frozen=True)

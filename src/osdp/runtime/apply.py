@@ -28,8 +28,8 @@ from osdp.errors import UsageError
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
 from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
-from osdp.runtime.courier import Courier, Reductions
-from osdp.runtime.meshes import Meshes
+from osdp.runtime.courier import Reductions
+from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.recompute import recompute
 from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Unused, largest_of_all
@@ -87,12 +87,13 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     check_ranks(plan)
     check_model(model, plan)
     check_weights(model)
-    meshes = Meshes(device_type, plan.cluster.nodes, plan.cluster.devices_per_node, carried=carried)
+    meshes = meshes_of(device_type, plan.cluster.nodes, plan.cluster.devices_per_node, carried=carried)
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
     blocks = sorted({unit.block for unit in plan.units if unit.recompute and unit.block})
-    recompute([modules[block] for block in blocks], on_cpu=device_type == "cpu")
+    share_draws = device_type == "cpu" and dist.get_backend() != "fake"
+    recompute([modules[block] for block in blocks], share_draws=share_draws)
     _shard(model, plan, pieces, meshes)
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
@@ -201,7 +202,7 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
 
 def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
-    courier = Courier(inline=dist.get_backend() == "fake")
+    courier = meshes.courier
     reductions = Reductions(courier, limit=REDUCTIONS_UNDER_WAY)
     for piece in pieces:
         module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels

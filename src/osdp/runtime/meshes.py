@@ -1,4 +1,7 @@
-"""The device meshes and process groups of a plan, each built once and shared by all units.
+"""The device meshes and process groups of a plan, each built once and shared by all units, and by all plans of a world.
+
+Every group has threads of its own that wake up now and then, on gloo a hundred times a second: a process that tries one
+plan after another must not make them anew each time.
 
 [Note: Engines]
 On a backend with streams (NCCL), FSDP2's own communication overlaps compute: the stock engine leaves it alone, and
@@ -18,10 +21,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from osdp._torch import default_timeout
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
 from osdp.runtime.collectives import Groups
+from osdp.runtime.courier import Courier
+
+_made: dict[tuple[str, int, int, bool], Meshes] = {}  # in the world of `_world`
+_world: dist.ProcessGroup | None = None
+
+
+def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, carried: bool) -> Meshes:
+    """The meshes of this world, the same at every call. Call it on every rank."""
+    global _world
+    if _world is not dist.group.WORLD:
+        _made.clear()
+        _world = dist.group.WORLD
+    key = device_type, nodes, devices_per_node, carried
+    if key not in _made:
+        _made[key] = Meshes(device_type, nodes, devices_per_node, carried=carried)
+    return _made[key]
 
 
 class Meshes:
-    """Meshes by mode; `carried` as in [Note: Engines]."""
+    """Meshes by mode; `carried` as in [Note: Engines]. Get one with `meshes_of`."""
 
     def __init__(self, device_type: str, nodes: int, devices_per_node: int, *, carried: bool) -> None:
         self.device_type, self.nodes, self.devices_per_node, self.carried = (
@@ -58,6 +77,10 @@ class Meshes:
         assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
         assert isinstance(across, dist.ProcessGroup)
         return Groups(world, node, across)
+
+    @functools.cached_property
+    def courier(self) -> Courier:
+        return Courier(inline=dist.get_backend() == "fake")
 
     @functools.cached_property
     def processors(self) -> dist.ProcessGroup:

@@ -2,8 +2,8 @@
 
 [Note: Draws]
 A checkpoint copies the state of the random numbers before every block, 5 KB on processors, and restores it in backward.
-Most blocks draw nothing, so the states before them are equal: here they share one copy. Accelerators' states are a few
-bytes on the host, and torch's own checkpoint keeps them.
+Most blocks draw nothing, so the states before them are equal: with `share_draws` they share one copy. Accelerators'
+states are a few bytes on the host, and fake tensors have none: there torch's own checkpoint does it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _restored(state: Tensor) -> Iterator[None]:
         yield
 
 
-def recompute(blocks: list[nn.Module], *, on_cpu: bool) -> None:
+def recompute(blocks: list[nn.Module], *, share_draws: bool) -> None:
     """Lets these modules keep their inputs only, and compute again in backward; see [Note: Draws]."""
-    options = {"preserve_rng_state": False, "context_fn": _Draws().contexts} if on_cpu else {}
+    options = {"preserve_rng_state": False, "context_fn": _Draws().contexts} if share_draws else {}
     for block in blocks:
         block.forward = functools.partial(  # type: ignore[method-assign]
             checkpoint, block.forward, use_reentrant=False, **options
