@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from random_problems import problems, random_problem
 
 from osdp.search import solve
@@ -25,6 +25,7 @@ def size(problem: Problem) -> float:
 
 @settings(max_examples=2000, deadline=None)
 @given(problems)
+@example(random_problem(2191353))  # no kernels take any time
 def test_search_equals_brute_force(problem: Problem) -> None:
     if size(problem) > 3000:
         return

@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from osdp.search.highs import INFINITY, Answer, solve
-from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.search.problem import Problem, ShapeTable, StageChoice, Verdict, evaluate
 from osdp.search.program import Group, Kinds, Model
 
 _TOLERANCE = 1e-9  # relative: what two sums of the same seconds in another order may differ by
@@ -310,10 +310,20 @@ def _nearly_lowest(
     return best
 
 
+_SECONDS = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
+
+
 def _scale(problem: Problem) -> float:
     """Seconds are scaled to a step of about a thousand, so that a gap of zero means what it says."""
-    seconds = sum(min(s.forward_seconds + s.backward_seconds for s in stage.shapes) for stage in problem.stages)
-    return 1000.0 / max(seconds * problem.accumulation, 1e-9)
+    kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
+    least = {key: min(map(_least_seconds, shapes)) for key, shapes in kinds.items()}
+    return 1000.0 / max(sum(least[id(stage.shapes)] for stage in problem.stages) * problem.accumulation, 1e-9)
+
+
+def _least_seconds(shape: ShapeTable) -> float:
+    """About what a stage takes at least: its kernels, and the quickest option of each unit."""
+    options = (min(sum(getattr(o, name).at(1) for name in _SECONDS) for o in unit) for unit in shape.units)
+    return shape.forward_seconds + shape.backward_seconds + sum(options)
 
 
 def arranged(
