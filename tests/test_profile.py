@@ -198,11 +198,8 @@ def test_a_plan_with_a_profile_predicts_what_was_timed(tmp_path: Path) -> None:
     assert cluster.to_dict() == document["cluster"] and cluster.word == "2xCPU"
     assert [(each.kind, each.group) for each in cluster.measured] == [(kind, "world") for kind in KINDS]
     assert {each.name for each in cluster.optimizers} == set(OPTIMIZERS)
-    assert (
-        all(0 <= each.busy_fraction <= 1 for each in cluster.measured)
-        and 0 <= cluster.overlap <= 1
-        and cluster.device.matmul_efficiency == 1.0
-    )
+    assert all(0 <= each <= 1 for each in (cluster.overlap, *(c.busy_fraction for c in cluster.measured)))
+    assert cluster.device.matmul_efficiency == 1.0
 
     graph = _graph(load_model("tiny_lm:build"))
     plan = plan_graph(graph, cluster, Training.of("fp32", "sgd"), Rules(recompute=False), batch=2)

@@ -3,6 +3,7 @@
 - Tied, frozen, shared, unused and parent-owned parameters train as in a single process.
 - A parameter that only some ranks use is averaged over all of them.
 - Both engines train alike; that of backends with streams runs here on gloo, and waits.
+- Plans that are applied one after another share their process groups, and models are let go.
 - Clipping, accumulation, evaluation, precision and optimizers do what they do in a single process.
 """
 
@@ -155,6 +156,22 @@ def is_let_go(plan: Plan) -> bool:
 
 def test_a_model_is_let_go_when_nobody_names_it() -> None:
     assert all(run_ranks(2, is_let_go, three_plans(Model, "2")[0]))
+
+
+def groups_and_couriers(plans: Sequence[Plan]) -> list[tuple[int, int]]:
+    """How many process groups and couriers there are after each plan has trained."""
+    found = []
+    for plan in plans:
+        train(osdp.parallelize(built(Model), plan))
+        couriers = sum(thread.name == "osdp-courier" for thread in threading.enumerate())
+        found.append((len(dist.distributed_c10d._world.pg_map), couriers))
+    return found
+
+
+def test_plans_of_one_world_share_its_process_groups() -> None:
+    plans = three_plans(Model, "2")
+    for _, *later in run_ranks(2, groups_and_couriers, [*plans, *plans]):
+        assert len(set(later[1:])) == 1 and later[-1][1] == 1
 
 
 MIXTURE = {("tokens",): FREE, ("blocks.0",): KEEP, ("blocks.1",): FREE_IN_NODE, ("head",): REPLICATE}

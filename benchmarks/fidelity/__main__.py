@@ -2,7 +2,7 @@
 
 python -m benchmarks.fidelity                     # all of it, about 45 minutes on an idle machine
 python -m benchmarks.fidelity --quick             # a few cases, to see that it works
-python -m benchmarks.fidelity --read FILE         # tables and plots of a result that was saved
+python -m benchmarks.fidelity --read FILE ...     # tables and plots of results that were saved
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def main() -> int:
     parser.add_argument("--ways", help="run these plans of every model, such as 'free,planned' (default: see the code)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", type=Path, help="write every figure as JSON")
-    parser.add_argument("--read", type=Path, help="do not run, read what was saved")
+    parser.add_argument("--read", type=Path, nargs="+", help="do not run, read what was saved; several are joined")
     parser.add_argument("--dry-later", action="store_true", help="only measure and save; --read makes the dry runs")
     parser.add_argument("--plots", type=Path, help="folder for the plots (SVG)")
     args = parser.parse_args()
     if args.read is not None:
-        result = json.loads(args.read.read_text())
+        results = [json.loads(file.read_text()) for file in args.read]
+        result = {**results[0], "cases": [case for each in results for case in each["cases"]]}
     else:
         result = measured(args)
         if args.save is not None:  # at once: what follows could fail
@@ -53,8 +54,8 @@ def main() -> int:
         from .dry import with_dry_runs
 
         result["cases"] = with_dry_runs(result["cases"])
-        if args.save is not None or args.read is not None:
-            (args.save or args.read).write_text(json.dumps(result, indent=1) + "\n")
+        if args.save is not None:
+            args.save.write_text(json.dumps(result, indent=1) + "\n")
     from .tables import show
 
     if args.plots is not None:

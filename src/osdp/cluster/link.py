@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from osdp.errors import UsageError
 
@@ -94,3 +94,15 @@ class Measured:
             "bytes_per_second": self.bytes_per_second,
             "busy_fraction": self.busy_fraction,
         }
+
+
+Price = TypeVar("Price", Link, Measured)
+
+
+def slower(price: Price, factor: float) -> Price:
+    """The same when everything takes so many times as long."""
+    return replace(
+        price,
+        latency_seconds=price.latency_seconds * factor,
+        bytes_per_second=price.bytes_per_second / factor,
+    )

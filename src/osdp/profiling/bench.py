@@ -82,15 +82,6 @@ class Bench:
         self.spread_out += _spread(found) > SPREAD
         return statistics.median(found)
 
-    def seconds_in_turn(self, *actions: Action, within: float) -> list[float]:
-        """Seconds of each action, tried in turn: for comparisons that must not see the machines change."""
-        self.watch(self._errand.now)
-        (once,) = self.slowest(sum(self.elapsed(action) for action in actions))
-        tries = max(LEAST_TRIES, min(MOST_TRIES, int(within / max(once, 1e-7))))
-        tries = LEAST_TRIES if self.late else tries
-        rows = [[self._tries(action, 1, 1)[0] for action in actions] for _ in range(tries)]
-        return [statistics.median(column) for column in zip(*rows, strict=True)]
-
     def elapsed(self, action: Action, calls: int = 1) -> float:
         """Seconds of this rank's calls, once they are done on the device."""
         if self.device.type != "cuda":

@@ -22,9 +22,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from osdp.cluster import Cluster, Measured
+from osdp.cluster.link import slower
 from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from osdp.cost.units import Option
+from osdp.cost.units import Option, modes_for
 from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, REPLICATE
 from osdp.profiling.bench import Bench
 from osdp.profiling.stack import HEAD_WIDTH, LENGTH, Passes, Stack, timed_in_turn
@@ -47,8 +50,6 @@ class Probed(NamedTuple):
 
 
 Probe = list[Probed]  # whose collectives slow computation alike
-
-
 Figures = dict[tuple[str, str], float]  # by a collective's kind and group
 
 
@@ -87,16 +88,12 @@ class EngineFigures:
 
     def _in_the_engine(self, alone: Measured) -> Measured:
         key = alone.kind, alone.group
-        factor = self.factor.get(key, 1.0)
-        return replace(
-            alone,
-            latency_seconds=alone.latency_seconds * factor,
-            bytes_per_second=alone.bytes_per_second / factor,
-            busy_fraction=max(0.0, self.busy.get(key, 0.0) - 1 + self.overlap),
-        )
+        beyond = max(0.0, self.busy.get(key, 0.0) - (1 - self.overlap))
+        return replace(slower(alone, self.factor.get(key, 1.0)), busy_fraction=beyond)
 
 
 def probes_of(cluster: Cluster) -> list[Probe]:
+    """Over all ranks first: the others are measured by that."""
     keep, whole = Option(KEEP), Option(REPLICATE)
     probes = [
         [
@@ -105,18 +102,22 @@ def probes_of(cluster: Cluster) -> list[Probe]:
             Probed(whole, "backward", ((ALL_REDUCE, "world"),)),
         ]
     ]
-    if cluster.has_two_levels:
-        inside, both = Option(KEEP_IN_NODE), Option(KEEP, two_levels=True)
-        probes += [
+    if KEEP_IN_NODE in modes_for(cluster):
+        inside = Option(KEEP_IN_NODE)
+        probes.append(
             [
                 Probed(inside, "forward", ((ALL_GATHER, "node"),)),
                 Probed(inside, "backward", ((REDUCE_SCATTER, "node"), (ALL_REDUCE, "across"))),
-            ],
+            ]
+        )
+    if cluster.has_two_levels:
+        both = Option(KEEP, two_levels=True)
+        probes.append(
             [
                 Probed(both, "forward", ((ALL_GATHER, "across"),)),
                 Probed(both, "backward", ((REDUCE_SCATTER, "across"),)),
-            ],
-        ]
+            ]
+        )
     return probes
 
 
@@ -125,7 +126,7 @@ def time_engine(bench: Bench, cluster: Cluster, *, largest_bytes: int, within: f
     host = [Option(REPLICATE), Option(FREE)]
     tiny = TimedStack.of(bench, Stack(TINY_WIDTH, 1, bench.device), cluster, host, within=within / 5)
     options = list(dict.fromkeys(each.option for probe in probes_of(cluster) for each in probe))
-    large = [_large_stack(bench, cluster, largest_bytes, share) for share in (_FEW, _MANY)]
+    large = [_large_stack(cluster, largest_bytes, share, bench.device) for share in (_FEW, _MANY)]
     few, many = (TimedStack.of(bench, each, cluster, options, within=within * 2 / 5) for each in large)
     return fitted(tiny, few, many)
 
@@ -141,19 +142,15 @@ def fitted(tiny: TimedStack, few: TimedStack, many: TimedStack) -> EngineFigures
     return replace(found, passes=tuple(each for name, stack in checked for each in stack.checked(name, found)))
 
 
-def _large_stack(bench: Bench, cluster: Cluster, largest_bytes: int, share: float) -> Stack:
+def _large_stack(cluster: Cluster, largest_bytes: int, share: float, device: torch.device) -> Stack:
     """Blocks that take about _GATHER_SECONDS to gather, and this share of it to compute forward."""
-
-    def width_of(nbytes: float) -> int:
-        return max(1, round((nbytes / _WEIGHTS / _BYTES) ** 0.5 / HEAD_WIDTH)) * HEAD_WIDTH
-
     size = 1 << 16
     while 2 * size <= largest_bytes and cluster.collective_seconds(ALL_GATHER, "world", size) < _GATHER_SECONDS:
         size *= 2
-    width = width_of(size)
+    width = max(1, round((size / _WEIGHTS / _BYTES) ** 0.5 / HEAD_WIDTH)) * HEAD_WIDTH
     gather = cluster.collective_seconds(ALL_GATHER, "world", _WEIGHTS * _BYTES * width**2)
     token = cluster.device.matmul_seconds(2 * _WEIGHTS * width**2, "fp32")
-    return Stack(width, max(1, round(share * gather / token / LENGTH)), bench.device)
+    return Stack(width, max(1, round(share * gather / token / LENGTH)), device)
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,6 @@ def _with_host(found: EngineFigures, tiny: TimedStack) -> EngineFigures:
 
 def _with_probe(found: EngineFigures, few: TimedStack, many: TimedStack, probe: Probe) -> EngineFigures:
     """The factors of a probe's collectives and how busy they keep, given all else."""
-
     collectives = [pair for each in probe for pair in each.collectives]
 
     def changed(busy: float, factor: Figures) -> EngineFigures:

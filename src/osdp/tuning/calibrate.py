@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from osdp.cluster import Cluster, Link
+from osdp.cluster import Cluster
+from osdp.cluster.link import slower
 
 _STEP_SIGMA = 0.03  # how far a measured step may lie off by chance, as a part of it
 _FACTOR_SIGMA = 0.5  # how far a profile's figure may
@@ -58,16 +59,9 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
             )
             for stage in cluster.stages
         ),
-        node_link=_slower(cluster.node_link, factors.communication),
-        network=_slower(cluster.network, factors.communication),
-        measured=tuple(
-            replace(
-                each,
-                latency_seconds=each.latency_seconds * factors.communication,
-                bytes_per_second=each.bytes_per_second / factors.communication,
-            )
-            for each in cluster.measured
-        ),
+        node_link=slower(cluster.node_link, factors.communication),
+        network=slower(cluster.network, factors.communication),
+        measured=tuple(slower(each, factors.communication) for each in cluster.measured),
         visit_seconds=cluster.visit_seconds * factors.host,
         exchange_seconds=cluster.exchange_seconds * factors.host,
         optimizers=tuple(
@@ -79,10 +73,6 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
             for each in cluster.optimizers
         ),
     )
-
-
-def _slower(link: Link, factor: float) -> Link:
-    return replace(link, bytes_per_second=link.bytes_per_second / factor, latency_seconds=link.latency_seconds * factor)
 
 
 def calibrate(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Factors:
