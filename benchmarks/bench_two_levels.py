@@ -133,11 +133,11 @@ def ways(kind: str, numel: int, groups: object) -> dict[str, Callable[[], None]]
     if kind == "all_gather":
         return {
             FLAT: partial(own.gather, whole, mine, groups.world),
-            TWO: partial(own._gather_two_levels, whole, mine, column, groups),
+            TWO: partial(own.gather_two_levels, whole, mine, column, groups),
         }
     return {
         FLAT: partial(own.scatter_and_average, mine, whole, arrived, groups.world),
-        TWO: partial(own._scatter_two_levels, mine, whole, arrived, column, groups),
+        TWO: partial(own.scatter_two_levels, mine, whole, arrived, column, groups),
     }
 
 

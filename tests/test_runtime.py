@@ -54,6 +54,7 @@ from trained import (
 import osdp
 from osdp.cost.units import OPERATORS
 from osdp.planfile import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.runtime.meshes import LANES
 
 NORMS = (1.0, 2.0, float("inf"))
 
@@ -171,7 +172,7 @@ def groups_and_couriers(plans: Sequence[Plan]) -> list[tuple[int, int]]:
 def test_plans_of_one_world_share_its_process_groups() -> None:
     plans = three_plans(Model, "2")
     for _, *later in run_ranks(2, groups_and_couriers, [*plans, *plans]):
-        assert len(set(later[1:])) == 1 and later[-1][1] == 1
+        assert len(set(later[1:])) == 1 and later[-1][1] == LANES
 
 
 MIXTURE = {("tokens",): FREE, ("blocks.0",): KEEP, ("blocks.1",): FREE_IN_NODE, ("head",): REPLICATE}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "drop_gradients",
     "param_groups",
     "prefetch",
+    "prefetch_early",
     "reduce_after_last_call",
     "shared_post_forward_meshes",
     "watch",
@@ -65,6 +66,13 @@ def prefetch(module: FSDPModule, following: FSDPModule, *, backward: bool) -> No
         module._get_fsdp_state()._states_to_forward_prefetch = ahead
 
 
+def prefetch_early(module: FSDPModule) -> None:
+    """Has a unit issue the next one's gather in forward before it waits for its own: they are under way together."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        assert isinstance(group, _PatientGroup)
+        group.ahead = module._get_fsdp_state()._states_to_forward_prefetch
+
+
 def backward_broke(model: FSDPModule) -> bool:
     """Whether the last backward did not come to its end, so that FSDP2's state is not what the next step needs."""
     return model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
@@ -92,6 +100,22 @@ class _PatientGroup(FSDPParamGroup):
     """
 
     _calls = 0  # forward calls of which backward has not yet left
+    ahead: Iterable[FSDPState] = ()  # units whose gathers forward issues before it waits for this one's
+    _is_early = False  # this one's was itself issued ahead, and forward, not a second one, has entered it
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._is_early = self._all_gather_result is not None and torch._C._current_graph_task_id() == -1
+        return super().pre_forward(module, args, kwargs)
+
+    def wait_for_unshard(self) -> None:
+        if self._is_early:
+            for state in self.ahead:
+                for group in state._fsdp_param_groups:
+                    FSDPParamGroup._prefetch_unshard(group, "forward")
+        self._is_early = False
+        super().wait_for_unshard()
 
     def _register_post_backward_hook(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

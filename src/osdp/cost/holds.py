@@ -3,18 +3,21 @@
 [Note: Slot]
 The plan acts at marks (see [Note: Trace]). Each mark opens a stretch, and a stretch has three slots: first what is
 gathered is copied out, or gradients are copied in for their reduction; then the next gather is issued, or the
-reduction's result exists; then the stretch itself computes. A position is (visit, slot): a step visits the stages
+reduction's result exists; then the stretch itself computes. Where collectives are carried, forward issues first and
+copies out then. A position is (visit, slot): a step visits the stages
 forward, then backward, then the optimizer. A hold is alive from `start` up to, not including, `end`.
 
 [Note: Prefetch]
 Every unit issues the next one's gather when its own is done, in both directions, so that one gather is under way
-while one unit computes. The gather's buffer lives from there until the next unit has copied it out.
+while one unit computes. The gather's buffer lives from there until the next unit has copied it out. Where collectives
+are carried (gloo), forward issues it before it waits for its own, so that the link is not idle while that is copied
+out. The step's first unit and slices wait first.
 
 [Note: Reduction]
 A unit's gradients are copied into the reduction's input when the unit is left in backward; the input lives until the
 next unit's reduction begins. The result, in the master's dtype, is the rank's gradient. Where collectives are carried
 (gloo, see [Note: Reduce-scatter] in osdp.runtime.collectives), what a neighbour sends needs room for a part, and what
-is exchanged on two levels room for a column; one reduction is under way at a time.
+is exchanged on two levels room for a column. A reduction begins, then the one before it is waited for.
 
 [Note: Copy-in]
 On processors the kernel that copies gradients in (`_chunk_cat`) first makes padded copies of all that do not divide
@@ -91,6 +94,7 @@ class Places:
     gradients: tuple[tuple[str, Position], ...]
     calls: int = 1  # in forward
     second: Position | None = None  # where a second forward enters it
+    is_second: bool = False  # the step's first unit issues its gather
 
     @property
     def first_gradient(self) -> Position | None:
@@ -176,6 +180,14 @@ def _computes_in_place(mode: str, training: Training) -> bool:
     return mode == REPLICATE and not training.precision.casts
 
 
+def forward_issue(places: Places, cluster: Cluster) -> Position | None:
+    """Where forward issues a unit's gather: carried, as the unit before it is entered; see [Note: Prefetch]."""
+    issue = places.issue
+    if issue is None or places.is_second or not cluster.device.is_cpu:
+        return issue
+    return Position(issue.visit, issue.slot - ISSUE + COPY)
+
+
 def _forward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     mode, slices = option.mode, option.slices
     assert places.enter is not None and places.leave is not None
@@ -183,12 +195,15 @@ def _forward(option: Option, sizes: Sizes, places: Places, training: Training, c
         return []
     compute = training.precision.compute_bytes
     copy = sizes.gathered * compute
-    holds = [Hold(GATHERED, copy, places.enter, places.leave)]
+    issues_first = cluster.device.is_cpu and places.issue is not None  # the next one's, before its own is copied out
+    entered = places.enter.next() if issues_first else places.enter
+    holds = [Hold(GATHERED, copy, entered, places.leave)]
     if mode == FREE_TO_NODE and slices == 1:  # its own part is cloned before the copy is freed
         extra = sizes.clone_extra(cluster.devices_per_node) * compute
         holds.append(Hold(GATHERED, copy + extra, places.leave, places.leave.next()))
     column = _column_bytes(option, sizes, training, cluster)
-    return holds + _gather(mode, slices, sizes, sizes.held, column, places.issue, places.enter, places.leave, training)
+    issue = forward_issue(places, cluster)
+    return holds + _gather(mode, slices, sizes, sizes.held, column, issue, entered, places.leave, training)
 
 
 def _column_bytes(option: Option, sizes: Sizes, training: Training, cluster: Cluster) -> int:
@@ -244,9 +259,14 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     return holds
 
 
-def reduction_end(places: Places, cluster: Cluster) -> Position:
-    """Where a reduction's buffers are freed: where the next begins; carried, once the next has copied its input in."""
-    return min(places.reduced.next(), places.finish) if cluster.device.is_cpu else places.reduced
+def _lasts(training: Training, cluster: Cluster) -> bool:
+    """Whether reductions are under way beside backward's kernels: carried ones, if no cast waits for the result."""
+    return cluster.device.is_cpu and training.reduce_bytes == training.precision.master_bytes
+
+
+def reduction_end(places: Places, training: Training, cluster: Cluster) -> Position:
+    """Where a reduction's buffers are freed: where the next begins, or once the next is under way too."""
+    return min(places.reduced.next().next(), places.finish) if _lasts(training, cluster) else places.reduced
 
 
 def _reduction(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
@@ -258,22 +278,23 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     if option.slices > 1 and places.first_gradient:  # slices are reduced one by one, before the operator is left
         entry, copied = places.first_gradient, leave
     holds = _own_gradients(option, sizes, places, entry, copied, training)
-    under_way = cluster.device.is_cpu and reduce == master  # a cast waits for the result
-    ended = reduction_end(places, cluster) if under_way else places.reduced
+    under_way = _lasts(training, cluster)
+    ended = freed = reduction_end(places, training, cluster)
+    begin = leave.next() if option.slices == 1 else entry
     if cluster.device.is_cpu and mode == REPLICATE and option.slices == 1:  # its input is freed once it is copied
-        ended = leave.next()
+        freed = begin
         beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
-        holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), ended, ended.next()))
-    holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, ended))
+        holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), freed, freed.next()))
+        begin = begin.next()  # only then room is made for what arrives
+    holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, freed))
     if cluster.device.is_cpu:
         holds.append(Hold(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce
-    if cluster.device.is_cpu and mode != REPLICATE:
-        room = sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
-        begin = leave.next() if option.slices == 1 else entry
+    if cluster.device.is_cpu:
+        room = _room(option, sizes, cluster)
         if under_way:
             holds.append(Hold(BUFFERS, room * reduce, begin, ended))
-        else:  # it is free again when the result is cast
+        elif mode != REPLICATE:  # it is free again when the result is cast; a replica's is less than its input was
             holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
     # FSDP2's own all-reduce holds its buffer through backward
     lasting = mode in (REPLICATE, *IN_NODE) and not cluster.device.is_cpu
@@ -281,10 +302,17 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
         added = ended if under_way else leave.next().next()
-        if (lasting and reduce == master and not option.reduce_once) or (under_way and mode == REPLICATE):
-            added = places.finish  # carried, it waits behind reductions that hold buffers: at most until backward ends
+        if lasting and reduce == master and not option.reduce_once:
+            added = places.finish
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
+
+
+def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:
+    """Elements that a carried reduction has room for beside its input and its result."""
+    if option.mode == REPLICATE:
+        return -(-sizes.trained // cluster.world_size) if cluster.world_size > 1 else 0
+    return sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
 
 
 def _own_gradients(

@@ -149,6 +149,7 @@ class Layout:
                 finish=Position(2 * len(self.shaped), 0),
                 gradients=p.gradients,
                 second=p.second,
+                is_second=[i] == [unit for _, unit in entered[1:2]],
                 calls=p.calls,
             )
             for i, p in enumerate(raw)

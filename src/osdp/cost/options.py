@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from osdp.cost.holds import Hold, Places, Position, slice_growths, stepping_bytes, unit_holds
+from osdp.cost.holds import Hold, Places, Position, forward_issue, slice_growths, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout
 from osdp.cost.seconds import Collective, UnitWork, unit_work
 from osdp.cost.slots import Slots, value_at, visit_bytes
@@ -198,7 +198,7 @@ class _Measured:
         last = Position(end, 0) if backward == end - 1 else Position(end - 1, _LAST_SLOT)
         self.after = value_at(holds, last) - self.always
         self.reducing = value_at(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
-        self.ahead, self.cast = self._prefetched(holds, places.issue, forward, 0)
+        self.ahead, self.cast = self._prefetched(holds, forward_issue(places, tables.cluster), forward, 0)
         self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
         left = value_at(holds, Position(end, 0)) - self.always - self.after
         self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import Hold, Position, reduction_end
+from osdp.cost.holds import Hold, Position, forward_issue, reduction_end
 from osdp.cost.layout import Layout
+from osdp.cost.training import Training
 from osdp.model.graph import IntArray
 from osdp.search.problem import Guest, Rows, UnitOption
 
@@ -37,21 +38,21 @@ def visit_bytes(holds: Sequence[Hold], visit: int, length: int, always: int) -> 
 
 
 def neighbour_flags(
-    layout: Layout, index: int, slots: Slots, cluster: Cluster
+    layout: Layout, slots: Slots, training: Training, cluster: Cluster
 ) -> list[tuple[IntArray, IntArray, IntArray]]:
     """For both visits: the slots with the next stage's gather, those of its issue, and those with a reduction."""
     issues: list[list[Position]] = [[], []]
     reduced: list[Position] = []
     for places in layout.places:
         for which, (issue, enter) in enumerate(
-            ((places.issue, places.enter), (places.issue_again, places.enter_again))
+            ((forward_issue(places, cluster), places.enter), (places.issue_again, places.enter_again))
         ):
             if issue is None or enter is None or issue.visit < enter.visit - 1:  # far ahead: it has rows of its own
                 continue
             if issue.visit <= slots.visits[which] < enter.visit:
                 issues[which].append(issue)
         left = places.leave_again
-        end = reduction_end(places, cluster)
+        end = reduction_end(places, training, cluster)
         if left is not None and left.visit < slots.visits[1] <= end.visit:
             reduced.append(end)
     flags = []

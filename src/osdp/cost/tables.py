@@ -214,7 +214,7 @@ class _MadeShape:
             for held, unit in zip(alone, options, strict=True)
         ]
         guests = guests_of(tables, layout, index, slots)
-        flags = neighbour_flags(layout, index, slots, tables.cluster)
+        flags = neighbour_flags(layout, slots, tables.training, tables.cluster)
         grown = [[each[which] for unit in growths for each in unit.values()] for which in (0, 1)]
         groups = [SlotGroups.of(options, guests, grown[which], which, flags[which]) for which in (0, 1)]
         return _MadeShape(

@@ -18,7 +18,7 @@ from osdp.cluster import KINDS, Cluster, Measured, wire_bytes
 from osdp.profiling.bench import Action, Bench
 from osdp.profiling.fit import Fit, Point, settled
 from osdp.runtime import collectives as carried
-from osdp.runtime.courier import Job
+from osdp.runtime.courier import Groups, Job
 from osdp.runtime.meshes import meshes_of
 
 SIZES = tuple(1 << power for power in range(12, 25, 2))  # of the whole, not of a rank's part
@@ -52,7 +52,7 @@ class Carrier:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            job()
+            job(self.meshes.groups)
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def job(self, kind: str, group: str, total_bytes: int) -> Job:
@@ -63,19 +63,17 @@ class Carrier:
         empty = partial(torch.empty, dtype=torch.float32, device=self.device)
         whole = torch.zeros(part * ranks, device=self.device)  # sums of what was left in memory may be very slow
 
-        def gather() -> None:
+        def gather(own: Groups) -> None:
             output = empty(part * ranks)
-            carried.gather(output, output.narrow(0, part * rank, part), members)
+            carried.gather(output, output.narrow(0, part * rank, part), getattr(own, group))
 
-        def scatter() -> None:
-            carried.scatter_and_average(empty(part), whole, empty(part), members)
+        def scatter(own: Groups) -> None:
+            carried.scatter_and_average(empty(part), whole, empty(part), getattr(own, group))
 
-        jobs = {
-            "all_gather": gather,
-            "reduce_scatter": scatter,
-            "all_reduce": partial(carried.average, whole, members, ranks),
-        }
-        return torch.no_grad()(jobs[kind])
+        def reduce(own: Groups) -> None:
+            carried.average(whole, empty(part), getattr(own, group), ranks)
+
+        return torch.no_grad()({"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}[kind])
 
     def action(self, kind: str, group: str, total_bytes: int) -> Action:
         """The same, waited for."""

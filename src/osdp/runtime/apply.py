@@ -20,6 +20,7 @@ from osdp._torch.fsdp import (
     drop_gradients,
     param_groups,
     prefetch,
+    prefetch_early,
     reduce_after_last_call,
     shared_post_forward_meshes,
 )
@@ -35,7 +36,6 @@ from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Unused, largest_of_all
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-REDUCTIONS_UNDER_WAY = 1  # where collectives are carried; the buffers of one are priced
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
                 compute_in_place(group)
     reductions = _carry(pieces, meshes) if carried else None
     unused = _watch(pieces, meshes, reductions)
-    _prefetch(plan, pieces)
+    _prefetch(plan, pieces, early=carried)
     model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions, unused), prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     setattr(model, _APPLIED, Applied(plan, tuple(pieces), template))
@@ -124,7 +124,7 @@ def _recover(
     root = _sharded(model)
     if torch.is_grad_enabled() and backward_broke(root):
         if reductions is not None:
-            reductions.finish_all()
+            reductions.finish()
         if unused is not None:
             unused.forget()
         root.reset_iter_state()
@@ -203,12 +203,12 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
 def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
     courier = meshes.courier
-    reductions = Reductions(courier, limit=REDUCTIONS_UNDER_WAY)
+    reductions = Reductions(courier)
     for piece in pieces:
         module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
         for group in param_groups(piece.modules[0]):
             scatter = CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
-            module.set_custom_all_gather(CarriedAllGather(courier, meshes.groups, two_levels=two_levels))
+            module.set_custom_all_gather(CarriedAllGather(courier, two_levels=two_levels))
             module.set_custom_reduce_scatter(scatter)
             if piece.mode == REPLICATE:
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
@@ -224,13 +224,17 @@ def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | Non
         return Unused(units, lambda: None, functools.partial(largest_of_all, group=meshes.processors))
     return Unused(
         units,
-        reductions.finish_all,
-        lambda used: reductions.run(functools.partial(largest_of_all, used, meshes.groups.world)),
+        reductions.finish,
+        lambda used: reductions.run(lambda own: largest_of_all(used, own.world)),
     )
 
 
-def _prefetch(plan: Plan, pieces: Sequence[Piece]) -> None:
-    """Every piece gathers the next one while it computes, in both directions."""
+def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
+    """Every piece gathers the next one while it computes, in both directions.
+
+    See [Note: Prefetch] in osdp.cost.holds, which says too what is `early`.
+    """
+    sliced = {_sharded(piece.modules[0]) for piece in pieces if piece.unit.splits > 1}
     by_unit: dict[str, list[FSDPModule]] = {}
     for piece in pieces:
         by_unit.setdefault(piece.unit.name, []).append(_sharded(piece.modules[0]))
@@ -240,6 +244,8 @@ def _prefetch(plan: Plan, pieces: Sequence[Piece]) -> None:
         module._set_unshard_async_op(True)
     for now, following in itertools.pairwise(forward):
         prefetch(now, following, backward=False)
+        if early and now not in sliced:
+            prefetch_early(now)
     for now, following in itertools.pairwise(backward):
         prefetch(now, following, backward=True)
 

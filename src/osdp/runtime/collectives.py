@@ -8,7 +8,8 @@ the traffic of a reduce-scatter, for room for one more part.
 [Note: Ring]
 gloo sends only when the receiver has said that it is ready, and says so behind whatever it sends to the same peer. So
 receives are posted before anything is sent, and each part goes in pieces: while one is added, the next is on its way.
-gloo's own all-gather and all-to-all do neither, and leave a fifth to a half of a slow link unused.
+gloo's own all-gather and all-to-all do neither, and leave a fifth to a half of a slow link unused. An all-reduce is a
+reduce-scatter in place and a gather of what it gave.
 
 [Note: Two levels]
 Rank r = node * D + d holds part r. To gather over both levels, ranks with the same d exchange their parts across nodes
@@ -20,7 +21,6 @@ where a flat ring over H nodes carries (H*D-1)/(H*D).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -29,28 +29,10 @@ from torch import Tensor, nn
 
 from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceScatter
 from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from osdp.runtime.courier import Courier, Delivery, Reductions
+from osdp.runtime.courier import Courier, Delivery, Groups, Job, Reductions
 from osdp.runtime.record import issue
 
 PIECES = 2  # of a part on its way; see [Note: Ring]
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The courier's own process groups: all ranks, those of this node, and those at this place in every node."""
-
-    world: dist.ProcessGroup
-    node: dist.ProcessGroup
-    across: dist.ProcessGroup
-
-    @property
-    def two_levels(self) -> bool:
-        return self.node.size() > 1 and self.across.size() > 1
-
-    def like(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The courier's own group with the ranks of another one."""
-        ranks = dist.get_process_group_ranks(group)
-        return next(own for own in (self.world, self.node) if dist.get_process_group_ranks(own) == ranks)
 
 
 class _Allocates:
@@ -61,19 +43,21 @@ class _Allocates:
 class CarriedAllGather(_Allocates, AllGather):
     """An all-gather by courier, flat or over two levels."""
 
-    def __init__(self, courier: Courier, groups: Groups, *, two_levels: bool) -> None:
-        self._courier, self._groups, self._two_levels = courier, groups, two_levels
+    def __init__(self, courier: Courier, *, two_levels: bool) -> None:
+        self._courier, self._two_levels = courier, two_levels
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Delivery | None:
-        own = self._groups.like(group)
-        if self._two_levels and own is self._groups.world and self._groups.two_levels:
-            column = input_tensor.new_empty(self._groups.across.size() * input_tensor.numel())
-            job = partial(_gather_two_levels, output_tensor, input_tensor, column, self._groups)
+        groups = self._courier.groups
+        if self._two_levels and groups.two_levels and groups.like(group) is groups.world:
+            column = input_tensor.new_empty(groups.across.size() * input_tensor.numel())
+            job = partial(gather_two_levels, output_tensor, input_tensor, column)
             delivery = self._courier.send(job, output_tensor, column)
         else:
-            delivery = self._courier.send(partial(gather, output_tensor, input_tensor, own), output_tensor)
+            delivery = self._courier.send(
+                lambda own: gather(output_tensor, input_tensor, own.like(group)), output_tensor
+            )
         if async_op:
             return delivery
         delivery.wait()
@@ -88,12 +72,11 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
         self.input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the input, copies gradients in, then asks for the output: only then it may have to wait."""
-        if self.input is not None:
-            self._reductions.make_room()
-            return super().allocate(size, dtype=dtype, device=device)
-        self.input = super().allocate(size, dtype=dtype, device=device)
-        return self.input
+        """FSDP2 asks for the input, copies gradients in, then asks for the output."""
+        made = super().allocate(size, dtype=dtype, device=device)
+        if self.input is None:
+            self.input = made
+        return made
 
     def __call__(
         self,
@@ -104,17 +87,16 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         self.input = None
-        own, arrived = self._groups.like(group), torch.empty_like(output_tensor)
-        if own is self._groups.node and self._groups.two_levels:
-            job, held = partial(_reduce_in_node, output_tensor, input_tensor, arrived, self._groups), (arrived,)
-        elif self._two_levels and self._groups.two_levels:
-            column = input_tensor.new_empty(self._groups.across.size() * output_tensor.numel())
-            job = partial(_scatter_two_levels, output_tensor, input_tensor, arrived, column, self._groups)
-            held = (arrived, column)
+        groups, arrived = self._groups, torch.empty_like(output_tensor)
+        held: tuple[Tensor, ...] = input_tensor, arrived
+        if groups.two_levels and groups.like(group) is groups.node:
+            job: Job = partial(_reduce_in_node, output_tensor, input_tensor, arrived)
+        elif groups.two_levels and self._two_levels:
+            column = input_tensor.new_empty(groups.across.size() * output_tensor.numel())
+            job, held = partial(scatter_two_levels, output_tensor, input_tensor, arrived, column), (*held, column)
         else:
-            job, held = partial(scatter_and_average, output_tensor, input_tensor, arrived, own), (arrived,)
-        wait = _is_cast(output_tensor, self._unit)
-        self._reductions.start(job, _parameters(self._unit), input_tensor, *held, wait=wait)
+            job = partial(_scatter_over, output_tensor, input_tensor, arrived, group)
+        self._reductions.start(job, _parameters(self._unit), *held, wait=_is_cast(output_tensor, self._unit))
 
 
 class CarriedAllReduce:
@@ -129,11 +111,17 @@ class CarriedAllReduce:
         self._reductions, self._groups, self._unit, self._copying = reductions, groups, unit, copying
 
     def __call__(self, gradient: Tensor) -> None:
-        job = partial(average, gradient, self._groups.world, self._groups.world.size())
         copied, self._copying.input = self._copying.input, None
         assert copied is not None
         copied.untyped_storage().resize_(0)  # FSDP2 would hold it, empty of use, until the next reduction
-        self._reductions.start(job, _parameters(self._unit), wait=_is_cast(gradient, self._unit))
+        ranks = self._groups.world.size()
+        arrived = gradient.new_empty(-(-gradient.numel() // ranks) if ranks > 1 else 0)
+        self._reductions.start(
+            lambda own: average(gradient, arrived, own.world, ranks),
+            _parameters(self._unit),
+            arrived,
+            wait=_is_cast(gradient, self._unit),
+        )
 
 
 def _parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
@@ -151,26 +139,36 @@ def gather(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     if dist.get_backend(group) != dist.Backend.GLOO:
         dist.all_gather_single(output, part, group)
         return
+    own = output.tensor_split(group.size())[group.rank()]
+    if own.data_ptr() != part.data_ptr():
+        own.copy_(part)
+    _gather_in_place(output, group)
+
+
+def _gather_in_place(output: Tensor, group: dist.ProcessGroup) -> None:
     ranks, rank = group.size(), group.rank()
-    parts = [each.chunk(PIECES) for each in output.chunk(ranks)]
-    if parts[rank][0].data_ptr() != part.data_ptr():
-        output.chunk(ranks)[rank].copy_(part)
+    parts = _parts(output, ranks)
     arriving = {}
     for step in range(1, ranks):
         for index, piece in enumerate(parts[(rank - step) % ranks]):
             tag = step * PIECES + index
-            arriving[tag] = dist.irecv(piece, group=group, group_src=(rank - 1) % ranks, tag=tag)
+            arriving[tag] = _receive(piece, group, tag)
     sent = []
     for step in range(1, ranks):
         for index, piece in enumerate(parts[(rank - step + 1) % ranks]):
             if step > 1:
                 _wait(arriving.pop((step - 1) * PIECES + index))
-            sent.append(dist.isend(piece, group=group, group_dst=(rank + 1) % ranks, tag=step * PIECES + index))
+            sent.append(_send(piece, group, step * PIECES + index))
     for work in (*arriving.values(), *sent):
         _wait(work)
 
 
-def _gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
+def _parts(whole: Tensor, ranks: int) -> list[tuple[Tensor, ...]]:
+    """Every rank's part, as equal as can be, in its pieces."""
+    return [part.tensor_split(PIECES) for part in whole.tensor_split(ranks)]
+
+
+def gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
     gather(column, part, groups.across)
     nodes = groups.across.size()
     for whole, own in zip(output.chunk(nodes), column.chunk(nodes), strict=True):
@@ -183,24 +181,46 @@ def _scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.Process
     if dist.get_backend(group) != dist.Backend.GLOO:
         dist.reduce_scatter_single(output, whole, group=group)
         return
+    _ring_scatter(output, whole, arrived, group)
+
+
+def _ring_scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
     ranks, rank = group.size(), group.rank()
-    parts = [each.chunk(PIECES) for each in whole.chunk(ranks)]
-    room = arrived.chunk(PIECES)
-    receive = partial(dist.irecv, group=group, group_src=(rank - 1) % ranks)
-    arriving = [receive(piece, tag=PIECES + index) for index, piece in enumerate(room)]
+    parts = _parts(whole, ranks)
+    room = arrived.tensor_split(PIECES)
+
+    def receive(step: int, index: int) -> tuple[Tensor, dist.Work | None]:
+        """A piece of the part that this rank sends on in the next step."""
+        piece = room[index][: parts[(rank - step - 1) % ranks][index].numel()]
+        return piece, _receive(piece, group, step * PIECES + index)
+
+    arriving = [receive(1, index) for index in range(PIECES)]
     sent = []
     for step in range(1, ranks):
         for index, piece in enumerate(parts[(rank - step) % ranks]):
             if step > 1:  # it is complete up to here once the left neighbour's has been added
-                _wait(arriving[index])
-                piece.add_(room[index])
-                arriving[index] = receive(room[index], tag=step * PIECES + index)
-            sent.append(dist.isend(piece, group=group, group_dst=(rank + 1) % ranks, tag=step * PIECES + index))
-    for piece, own, work, place in zip(parts[rank], room, arriving, output.chunk(PIECES), strict=True):
+                came, work = arriving[index]
+                _wait(work)
+                piece.add_(came)
+                arriving[index] = receive(step, index)
+            sent.append(_send(piece, group, step * PIECES + index))
+    for piece, (came, work), place in zip(parts[rank], arriving, output.tensor_split(PIECES), strict=True):
         _wait(work)
-        torch.add(piece, own, out=place)
+        torch.add(piece, came, out=place)
     for work in sent:
         _wait(work)
+
+
+def _send(piece: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+    if piece.numel() == 0:
+        return None
+    return dist.isend(piece, group=group, group_dst=(group.rank() + 1) % group.size(), tag=tag)
+
+
+def _receive(piece: Tensor, group: dist.ProcessGroup, tag: int) -> dist.Work | None:
+    if piece.numel() == 0:
+        return None
+    return dist.irecv(piece, group=group, group_src=(group.rank() - 1) % group.size(), tag=tag)
 
 
 def _wait(work: dist.Work | None) -> None:
@@ -213,12 +233,16 @@ def scatter_and_average(output: Tensor, whole: Tensor, arrived: Tensor, group: d
     output.div_(group.size())
 
 
+def _scatter_over(output: Tensor, whole: Tensor, arrived: Tensor, like: dist.ProcessGroup, groups: Groups) -> None:
+    scatter_and_average(output, whole, arrived, groups.like(like))
+
+
 def _reduce_in_node(output: Tensor, whole: Tensor, arrived: Tensor, groups: Groups) -> None:
     _scatter(output, whole, arrived, groups.node)
-    average(output, groups.across, groups.world.size())
+    average(output, arrived, groups.across, groups.world.size())
 
 
-def _scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: Tensor, groups: Groups) -> None:
+def scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: Tensor, groups: Groups) -> None:
     nodes = groups.across.size()
     for part, own in zip(whole.chunk(nodes), column.chunk(nodes), strict=True):
         _scatter(own, part, arrived, groups.node)
@@ -226,7 +250,12 @@ def _scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: 
     output.div_(groups.world.size())
 
 
-def average(tensor: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+def average(tensor: Tensor, arrived: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+    """The sum over a group, by the number of all ranks; `arrived` has room for a rank's part."""
     issue(ALL_REDUCE, group, tensor)
-    dist.all_reduce(tensor, group=group)
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        dist.all_reduce(tensor, group=group)
+    elif group.size() > 1:
+        _ring_scatter(tensor.tensor_split(group.size())[group.rank()], tensor, arrived, group)
+        _gather_in_place(tensor, group)
     tensor.div_(ranks)

@@ -1,17 +1,17 @@
 """Carries out collectives beside the computation, where the backend has no streams for it (gloo).
 
 [Note: Courier]
-One thread runs the collectives of a step one after another, in the order in which they were given; all ranks give them
-in the same order, so they meet. It has process groups of its own: what the user sends meanwhile cannot mix with it.
-Buffers are made when a collective is given and freed when it is finished, both by the thread that trains, so what is
-held when does not depend on how fast the network is.
+Two threads take the collectives of a step in turns, each in the order in which they were given; all ranks give them in
+the same order, so they meet. While one collective waits for a neighbour that is late, the other uses the link. Each
+thread has process groups of its own: what the other, or the user, sends meanwhile cannot mix with it. Buffers are made
+when a collective is given and freed when it is finished, both by the thread that trains, so what is held when does not
+depend on how fast the network is.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,24 +21,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.runtime.local import local_tensor
+from osdp.runtime.record import take_turn
 
-Job = Callable[[], None]
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups that only the courier uses: all ranks, those of this node, those at this place in every node."""
+
+    world: dist.ProcessGroup
+    node: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+    @property
+    def two_levels(self) -> bool:
+        return self.node.size() > 1 and self.across.size() > 1
+
+    def like(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The one with the ranks of another group."""
+        ranks = dist.get_process_group_ranks(group)
+        return next(own for own in (self.world, self.node) if dist.get_process_group_ranks(own) == ranks)
+
+
+Job = Callable[[Groups], None]
 
 
 class Delivery(dist.Work):
-    """One collective under way; FSDP2 waits for it as for any other work."""
+    """One collective under way, the `number`th; FSDP2 waits for it as for any other work."""
 
-    def __init__(self, job: Job, held: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, number: int, job: Job, held: tuple[Tensor, ...]) -> None:
         super().__init__()
+        self._number = number
         self._job: Job | None = job
         self._held = held
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, groups: Groups) -> None:
         assert self._job is not None
         try:
-            self._job()
+            take_turn(self._number)
+            self._job(groups)
         except BaseException as error:  # raised again where it is waited for
             self._error = error
         self._job = None
@@ -53,48 +75,46 @@ class Delivery(dist.Work):
 
 
 class Courier:
-    """The thread of [Note: Courier]; `inline` runs every job where it is given, for worlds that are not real."""
+    """The threads of [Note: Courier], one for each of `lanes`; `inline` runs every job where it is given instead."""
 
-    def __init__(self, *, inline: bool) -> None:
-        self._queue: queue.SimpleQueue[Delivery] | None = None
-        if not inline:
-            self._queue = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._queue,), name="osdp-courier", daemon=True).start()
+    def __init__(self, lanes: Sequence[Groups], *, inline: bool = False) -> None:
+        self.groups = lanes[0]  # what they all look like
+        self._given = 0
+        self._queues: list[queue.SimpleQueue[Delivery]] = []
+        for groups in () if inline else lanes:
+            jobs: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(jobs, groups), name="osdp-courier", daemon=True).start()
+            self._queues.append(jobs)
 
     def send(self, job: Job, *held: Tensor) -> Delivery:
         """Gives a job; the tensors of `held` live until it was waited for."""
-        delivery = Delivery(job, held)
-        if self._queue is None:
-            delivery.run()
+        delivery = Delivery(self._given, job, held)
+        if self._queues:
+            self._queues[self._given % len(self._queues)].put(delivery)
         else:
-            self._queue.put(delivery)
+            delivery.run(self.groups)
+        self._given += 1
         return delivery
 
     @staticmethod
     @torch.no_grad()
-    def _run(jobs: queue.SimpleQueue[Delivery]) -> None:
+    def _run(jobs: queue.SimpleQueue[Delivery], groups: Groups) -> None:
         while True:
-            jobs.get().run()
+            jobs.get().run(groups)
 
 
 @dataclass
 class _Reduction:
     delivery: Delivery
-    bounded: bool  # it holds buffers of its own
     earlier: list[tuple[nn.Parameter, Tensor]]  # gradients of micro-batches before, to which this one is added
 
 
 class Reductions:
-    """The reductions under way, at most `limit` of those that hold buffers; all are finished when backward is."""
+    """The reduction under way: the one before it is finished once it has begun, and all are when backward is."""
 
-    def __init__(self, courier: Courier, *, limit: int) -> None:
-        self._courier, self._limit = courier, limit
-        self._under_way: deque[_Reduction] = deque()
-
-    def make_room(self) -> None:
-        """Waits until one more reduction may begin; called before its buffers are made."""
-        while sum(reduction.bounded for reduction in self._under_way) >= self._limit:
-            self._finish(self._under_way.popleft())
+    def __init__(self, courier: Courier) -> None:
+        self._courier = courier
+        self._under_way: _Reduction | None = None
 
     def start(self, job: Job, parameters: Sequence[nn.Parameter], *held: Tensor, wait: bool) -> None:
         """Begins a reduction of the parameters' gradients; with `wait`, ends it too."""
@@ -105,20 +125,21 @@ class Reductions:
         earlier = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None  # else FSDP2 would add the result now, before it is there
-        self._under_way.append(_Reduction(delivery, bool(held), earlier))
+        self.finish()
+        self._under_way = _Reduction(delivery, earlier)
         # Each asks for the end: a flag would stay behind where backward fails.
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish_all)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
 
     def run(self, job: Job) -> None:
         """A collective that is no reduction, in its turn, to its end."""
         self._courier.send(job).wait()
 
-    def finish_all(self) -> None:
-        while self._under_way:
-            self._finish(self._under_way.popleft())
-
     @torch.no_grad()
-    def _finish(self, reduction: _Reduction) -> None:
+    def finish(self) -> None:
+        """Waits for the reduction that is under way, if any."""
+        reduction, self._under_way = self._under_way, None
+        if reduction is None:
+            return
         reduction.delivery.wait()
         for parameter, earlier in reduction.earlier:
             if parameter.grad is not None:

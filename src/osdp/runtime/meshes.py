@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp._torch import default_timeout
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
-from osdp.runtime.collectives import Groups
-from osdp.runtime.courier import Courier
+from osdp.runtime.courier import Courier, Groups
 
+LANES = 2  # see [Note: Courier]
 _made: dict[tuple[str, int, int, bool], Meshes] = {}  # in the world of `_world`
 _world: dist.ProcessGroup | None = None
 
@@ -68,19 +68,27 @@ class Meshes:
 
     @functools.cached_property
     def groups(self) -> Groups:
-        """New process groups, which only the courier uses."""
-        ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
-        timeout = default_timeout()
-        world = dist.new_group(ranks.flatten().tolist(), timeout=timeout)
-        node, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
-        across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
-        assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
-        assert isinstance(across, dist.ProcessGroup)
-        return Groups(world, node, across)
+        """Process groups which only the courier uses, or, where there is none, who times collectives."""
+        return self._new_groups()
 
     @functools.cached_property
     def courier(self) -> Courier:
-        return Courier(inline=dist.get_backend() == "fake")
+        inline = dist.get_backend() == "fake"
+        more = 0 if inline else LANES - 1
+        return Courier([self.groups, *(self._new_groups() for _ in range(more))], inline=inline)
+
+    def _new_groups(self) -> Groups:
+        ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
+        timeout = default_timeout()
+        world = dist.new_group(ranks.flatten().tolist(), timeout=timeout)
+        node, across = world, world
+        if self.nodes > 1:
+            node, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        if self.devices_per_node > 1:
+            across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+        assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
+        assert isinstance(across, dist.ProcessGroup)
+        return Groups(world, node, across)
 
     @functools.cached_property
     def processors(self) -> dist.ProcessGroup:

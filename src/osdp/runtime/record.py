@@ -3,11 +3,13 @@
 [Note: Issued]
 Where FSDP2 communicates itself, its collectives pass torch's dispatcher: a dispatch mode sees them and asks `seen`.
 Where the runtime carries them, one may be several sends between ranks in the courier's thread: there the leaves of
-osdp.runtime.collectives say what they do, with `issue`. Both name a group by its ranks.
+osdp.runtime.collectives say what they do, with `issue`. Both name a group by its ranks. What two threads carry at once
+is put into the order in which it was given: each takes its turn.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,14 +32,19 @@ class Recording:
     """The collectives of a stretch of time, on nodes of `devices_per_node` ranks. Groups of one rank send nothing."""
 
     def __init__(self, devices_per_node: int) -> None:
-        self.issued: list[Issued] = []
+        self._issued: list[tuple[int, Issued]] = []
         self._devices = devices_per_node
         self._groups: dict[str, str | None] = {}
+
+    @property
+    def issued(self) -> list[Issued]:
+        """All of them, by their turns."""
+        return [issued for _, issued in sorted(self._issued, key=lambda pair: pair[0])]
 
     def add(self, kind: str, group: dist.ProcessGroup, nbytes: int) -> None:
         name = self._name(group)
         if name is not None:
-            self.issued.append(Issued(kind, name, nbytes))
+            self._issued.append((getattr(_now, "turn", 0), Issued(kind, name, nbytes)))
 
     def seen(self, operation: Any, args: Sequence[Any]) -> None:
         """Adds what an operation of c10d sends; others of c10d (barriers, broadcasts) are no part of a step."""
@@ -60,6 +67,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 _recording: Recording | None = None
+_now = threading.local()  # the turn of what this thread carries
 
 
 @contextmanager
@@ -71,6 +79,11 @@ def recording(devices_per_node: int) -> Iterator[Recording]:
         yield _recording
     finally:
         _recording = before
+
+
+def take_turn(number: int) -> None:
+    """What this thread issues from now on comes after all that was issued in turns of lower numbers."""
+    _now.turn = number
 
 
 def issue(kind: str, group: dist.ProcessGroup, whole: Tensor) -> None:

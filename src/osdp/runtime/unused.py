@@ -48,9 +48,9 @@ class Unused:
     def _settle(self) -> None:
         if not self._any:
             return
-        self._finish()
         used = torch.tensor([not param.is_zero for param in self._params], dtype=torch.uint8)
-        self._exchange(used)
+        self._exchange(used)  # beside the last reduction
+        self._finish()
         for param, anywhere in zip(self._params, used.tolist(), strict=True):
             if not anywhere:
                 param.sharded_param.grad = None
