@@ -54,6 +54,7 @@ def plan() -> Plan:
         accumulation=2,
         predicted=Predicted(
             step_seconds=1.5,
+            expected_seconds=1.5,
             samples_per_second=32.0,
             peak_bytes=30 * GIB,
             limit_bytes=40 * GIB,

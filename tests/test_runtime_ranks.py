@@ -36,6 +36,10 @@ from osdp._torch import TorchDispatchMode, tree_leaves
 from osdp.cost.units import OPERATORS, WHOLE
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.runtime.collectives import average
+from osdp.runtime.courier import Groups
+from osdp.runtime.meshes import meshes_of
+from osdp.runtime.record import recording
 
 
 def from_meta(name: str, plans: Sequence[Plan]) -> list[dict[str, Tensor]]:
@@ -271,6 +275,51 @@ def test_collectives_run_in_the_courier() -> None:
     for seen in run_ranks(4, threads_of_collectives, plan):
         assert {thread for _, thread in seen} == {COURIER}
         assert {"isend", "irecv", "all_reduce"} <= {name for name, _ in seen}
+
+
+SIZES = (1, 2, 5, 7, 1000, 1003)
+
+
+def averages() -> list[Tensor]:
+    """Means over all ranks by the ring, of sizes that divide over ranks and pieces and of others."""
+    world, found = dist.new_group(), []
+    for size in SIZES:
+        mine = torch.arange(size, dtype=torch.float64) * (dist.get_rank() + 1)
+        average(mine, torch.empty(-(-size // world.size()), dtype=torch.float64), world, world.size())
+        found.append(mine)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_ring_averages_tensors_of_any_size(ranks: int) -> None:
+    for found in run_ranks(ranks, averages):
+        for size, mean in zip(SIZES, found, strict=True):
+            assert torch.equal(mean, torch.arange(size, dtype=torch.float64) * (ranks + 1) / 2)
+
+
+def recorded_at_once() -> tuple[list[int], int]:
+    """The first of two collectives takes longer: bytes in the order of the record, and how many were under way."""
+    courier = meshes_of("cpu", 1, 2, carried=True).courier
+    under_way, most = [0], [0]
+
+    def job(size: int, seconds: float) -> Callable[[Groups], None]:
+        def run(groups: Groups) -> None:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+            time.sleep(seconds)
+            average(torch.ones(size), torch.empty(size), groups.world, 2)
+            under_way[0] -= 1
+
+        return run
+
+    with recording(2) as record:
+        for delivery in [courier.send(job(4, 0.5)), courier.send(job(2, 0.1)), courier.send(job(6, 0.0))]:
+            delivery.wait()
+    return [issued.nbytes for issued in record.issued], most[0]
+
+
+def test_two_collectives_are_under_way_and_recorded_in_the_order_in_which_they_were_given() -> None:
+    assert run_ranks(2, recorded_at_once) == [([16, 8, 24], 2)] * 2
 
 
 def disconnected(plan: Plan, folder: Path) -> None:

@@ -252,6 +252,7 @@ def test_the_graph_of_a_plan_reproduces_its_prediction(cluster: str, memory: str
     plan = plan_graph(model, resolve(cluster, memory), Training.of(), Rules(), global_batch=global_batch)
     graph = step_graph_of(plan, model)
     assert graph.time().total == plan.predicted.step_seconds
+    assert graph.simulated_seconds() == plan.predicted.expected_seconds
     assert graph.timeline().peak_bytes == plan.predicted.peak_bytes
     assert str(graph.timeline().peak) == plan.predicted.peak_at
     assert graph.timeline().peak.parts == plan.predicted.memory_parts

@@ -73,7 +73,7 @@ def test_losses_fall_and_the_plan_is_measured(whole: Process, plan_file: Path) -
     (start,), (end,) = whole.events("start"), whole.events("end")
     assert start["plan"] == json.loads(plan_file.read_text())
     assert start["plan"]["batch_size"] * start["plan"]["accumulation"] == 4
-    assert end["predicted_step_seconds"] == start["plan"]["predicted"]["step_seconds"] > 0
+    assert end["predicted_step_seconds"] == start["plan"]["predicted"]["expected_seconds"] > 0
     assert end["measured_step_seconds"] > 0 and end["measured_peak_bytes"] > 0
     last = whole.events("step")[-1]
     assert last["validation_loss"] == pytest.approx(last["loss"], abs=0.5)

@@ -99,7 +99,7 @@ def measured(args: Any) -> dict[str, Any]:
             told = json.loads(line)
             seen.append(told)
             if case := told.get("case"):
-                predicted = case["plan"]["predicted"]["step_seconds"]
+                predicted = case["plan"]["predicted"]["expected_seconds"]
                 print(
                     f"{perf_counter() - began:5.0f} s  {world:>3}  {case['model']:12} {case['way']:18} batch "
                     f"{case['batch']}: {case['step_seconds']:.3f} s, predicted {predicted:.3f}",

@@ -223,6 +223,7 @@ def _predicted(layout: Layout, options: list[Option], found: Found, tables: Tabl
     memory = cluster.device.memory_bytes if cluster.memory_bytes is None else cluster.memory_bytes
     return Predicted(
         step_seconds=time.total,
+        expected_seconds=graph.simulated_seconds(),
         samples_per_second=found.batch * found.candidate.accumulation * cluster.world_size / time.total,
         peak_bytes=timeline.peak_bytes,
         limit_bytes=cluster.limit_bytes,

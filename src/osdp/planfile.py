@@ -71,9 +71,14 @@ class PlanUnit:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step is expected to take, on every device alike."""
+    """What a step is expected to take, on every device alike.
+
+    `step_seconds`, which the rate and `time_parts` follow, is the sum of its phases: the search minimises it.
+    `expected_seconds` is nearer to what runs: the same step on two streams, node by node.
+    """
 
     step_seconds: float
+    expected_seconds: float
     samples_per_second: float
     peak_bytes: int
     limit_bytes: int
@@ -209,7 +214,7 @@ def unpriced_plan(
         optimizer=optimizer,
         batch_size=batch_size,
         accumulation=accumulation,
-        predicted=Predicted(0.0, 0.0, 0, 0, 0, "", {}, {}),
+        predicted=Predicted(0.0, 0.0, 0.0, 0, 0, 0, "", {}, {}),
         certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
         baselines=(),
         units=tuple(units),

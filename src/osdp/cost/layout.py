@@ -121,6 +121,7 @@ class Layout:
         raw = [self._raw(index, unit) for index, shaped in enumerate(self.shaped) for unit in shaped.units]
         entered = sorted((p.enter, i) for i, p in enumerate(raw) if p.enter is not None)
         issues = {i: Position(before[0].visit, before[0].slot + ISSUE) for before, (_, i) in _pairs(entered)}
+        after_first = {i for _, i in entered[1:2]}
         again: dict[int, Position] = {}
         index = {self.units[i].name: i for _, i in entered}
         order = backward_order([self.units[i] for _, i in entered])  # each issues the next one's gather
@@ -149,7 +150,7 @@ class Layout:
                 finish=Position(2 * len(self.shaped), 0),
                 gradients=p.gradients,
                 second=p.second,
-                is_second=[i] == [unit for _, unit in entered[1:2]],
+                is_second=i in after_first,
                 calls=p.calls,
             )
             for i, p in enumerate(raw)

@@ -43,6 +43,7 @@ class Streams:
         self._busy = busy
         self._main = self._reduced = 0.0
         self._wires: list[tuple[float, float, float]] = []  # a collective's start and end, and how busy it keeps
+        self._past = 0  # wires that ended before the computation that is next
 
     @property
     def end(self) -> float:
@@ -69,9 +70,12 @@ class Streams:
 
     def _compute(self, now: float, left: float) -> None:
         """Computes beside what is on the wires, which moves later by as much as it is slowed."""
-        for index, (start, end, busy) in enumerate(self._wires):
-            if end <= now or left <= 0:
-                continue
+        while self._past < len(self._wires) and self._wires[self._past][1] <= now:
+            self._past += 1
+        for index in range(self._past, len(self._wires)):
+            start, end, busy = self._wires[index]
+            if left <= 0:
+                break
             alone = min(left, max(0.0, start - now))
             now, left = now + alone, left - alone
             both = min(left, max(0.0, end - max(start, now)))

@@ -11,7 +11,8 @@ it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones a
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
 ranks that share processors reach a collective at different times. On few tokens, where C is a fraction of M, every
-collective over all ranks tells by which `factor` it takes longer, or less, than it did alone. On many, where C is about
+collective over all ranks tells by which `factor` its latency differs from when it was alone: two that are under way hide
+each other's, and threads that compute make it longer. Bytes take what they took. On many, where C is about
 M, all passes of a `Probe` together tell busy. That of collectives over all ranks is the cluster's overlap, 1 - busy;
 what those inside nodes and across them take beyond that is their own `busy_fraction`.
 """
@@ -25,7 +26,6 @@ from typing import NamedTuple
 import torch
 
 from osdp.cluster import Cluster, Measured
-from osdp.cluster.link import slower
 from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from osdp.cost.units import Option, modes_for
 from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, REPLICATE
@@ -37,7 +37,7 @@ _GATHER_SECONDS = 0.01  # of a large block, about: what a unit's takes on a slow
 _WEIGHTS, _BYTES = 12, 4  # of a block, times its width squared; of a weight
 _MOST_SECONDS, _TOLERANCE = 0.9, 1e-6
 _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on many
-_LEAST_FACTOR, _MOST_FACTOR = 0.8, 1.25  # collectives alone were timed too
+_LEAST_FACTOR, _MOST_FACTOR = 0.0, 4.0  # of a latency
 _ROUNDS = 4  # the host's time and the overlap depend on each other
 
 
@@ -89,7 +89,8 @@ class EngineFigures:
     def _in_the_engine(self, alone: Measured) -> Measured:
         key = alone.kind, alone.group
         beyond = max(0.0, self.busy.get(key, 0.0) - (1 - self.overlap))
-        return replace(slower(alone, self.factor.get(key, 1.0)), busy_fraction=beyond)
+        latency = alone.latency_seconds * self.factor.get(key, 1.0)
+        return replace(alone, latency_seconds=latency, busy_fraction=beyond)
 
 
 def probes_of(cluster: Cluster) -> list[Probe]:

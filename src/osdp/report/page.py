@@ -96,6 +96,7 @@ class PlanPage:
     accumulation: int
     global_batch: int
     step_seconds: float
+    expected_seconds: float
     time_parts: tuple[Part, ...]
     memory: Memory
     held: tuple[Part, ...]
@@ -146,6 +147,7 @@ def plan_page(plan: Plan) -> PlanPage:
         accumulation=plan.accumulation,
         global_batch=plan.global_batch,
         step_seconds=predicted.step_seconds,
+        expected_seconds=predicted.expected_seconds,
         time_parts=parts_of(predicted.time_parts, predicted.step_seconds),
         memory=Memory(
             predicted.peak_bytes,

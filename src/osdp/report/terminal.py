@@ -46,6 +46,7 @@ def _print_headline(page: PlanPage, out: Console) -> None:
         f" = global batch {page.global_batch}",
     )
     print_line(out, f"step {format_seconds(page.step_seconds)}{_listed(page.time_parts, format_seconds)}")
+    print_line(out, f"node by node, with who waits for whom: {format_seconds(page.expected_seconds)}")
 
 
 def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:
