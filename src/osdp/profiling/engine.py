@@ -11,10 +11,10 @@ it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones a
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
 ranks that share processors reach a collective at different times. On few tokens, where C is a fraction of M, every
-collective over all ranks tells by which `factor` its latency differs from when it was alone: two that are under way hide
-each other's, and threads that compute make it longer. Bytes take what they took. On many, where C is about
-M, all passes of a `Probe` together tell busy. That of collectives over all ranks is the cluster's overlap, 1 - busy;
-what those inside nodes and across them take beyond that is their own `busy_fraction`.
+collective over all ranks tells by which `factor` its latency differs from when it was alone: two that are under way
+hide each other's, and threads that compute make it longer. Bytes take what they took. On many, where C is about M, all
+passes of a `Probe` together tell busy. That of collectives over all ranks is the cluster's overlap, 1 - busy; what
+those inside nodes and across them take beyond that is their own `busy_fraction`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WEIGHTS, _BYTES = 12, 4  # of a block, times its width squared; of a weight
 _MOST_SECONDS, _TOLERANCE = 0.9, 1e-6
 _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on many
 _LEAST_FACTOR, _MOST_FACTOR = 0.0, 4.0  # of a latency
-_ROUNDS = 4  # the host's time and the overlap depend on each other
+_ROUNDS = 8  # the host's time, latencies and the overlap depend on each other
 
 
 class Probed(NamedTuple):
