@@ -11,10 +11,11 @@ it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones a
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
 ranks that share processors reach a collective at different times. On few tokens, where C is a fraction of M, every
-collective over all ranks tells by which `factor` its latency differs from when it was alone: two that are under way
-hide each other's, and threads that compute make it longer. Bytes take what they took. On many, where C is about M, all
-passes of a `Probe` together tell busy. That of collectives over all ranks is the cluster's overlap, 1 - busy; what
-those inside nodes and across them take beyond that is their own `busy_fraction`.
+collective over all ranks tells by which `factor` its latency differs from when it was alone, and those inside nodes and
+across them tell it together: two that are under way hide each other's, and threads that compute make it longer. Bytes
+take what they took. On many, where C is about M, all passes of a `Probe` together tell busy. That of collectives over
+all ranks is the cluster's overlap, 1 - busy; what those inside nodes and across them take beyond that is their own
+`busy_fraction`.
 """
 
 from __future__ import annotations
@@ -215,16 +216,17 @@ def _with_probe(found: EngineFigures, few: TimedStack, many: TimedStack, probe: 
         return sum(getattr(stack.predicted(each.option, figures), each.which) for each in passes)
 
     before = found.busy.get(collectives[0], 0.0)
-    over_all = all(group == "world" for _, group in collectives)  # others may be too short to be told apart
+    over_all = all(group == "world" for _, group in collectives)  # others are too short to be told apart
     factor: Figures = {}
-    for each in probe if over_all else ():
+    for passes in [[each] for each in probe] if over_all else [probe]:
+        pairs = [pair for each in passes for pair in each.collectives]
         times = solve(
-            lambda times, each=each: seconds(few, [each], before, dict.fromkeys(each.collectives, times)),
-            few.measured([each]),
+            lambda times, passes=passes, pairs=pairs: seconds(few, passes, before, dict.fromkeys(pairs, times)),
+            few.measured(passes),
             least=_LEAST_FACTOR,
             most=_MOST_FACTOR,
         )
-        factor |= dict.fromkeys(each.collectives, times)
+        factor |= dict.fromkeys(pairs, times)
     busy = solve(lambda busy: seconds(many, probe, busy, factor), many.measured(probe), most=1.0)
     return changed(busy, factor)
 
