@@ -36,10 +36,11 @@ from osdp.profiling.stack import HEAD_WIDTH, LENGTH, Passes, Stack, timed_in_tur
 TINY_WIDTH = 8
 _GATHER_SECONDS = 0.01  # of a large block, about: what a unit's takes on a slow network
 _WEIGHTS, _BYTES = 12, 4  # of a block, times its width squared; of a weight
-_MOST_SECONDS, _TOLERANCE = 0.9, 1e-6
+_MOST_SECONDS = 0.9
+_CLOSE = 1e-4  # of a pass: what is solved for is solved for again in the next round
 _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on many
 _LEAST_FACTOR, _MOST_FACTOR = 0.0, 4.0  # of a latency
-_ROUNDS = 8  # the host's time, latencies and the overlap depend on each other
+_ROUNDS, _SETTLED = 24, 1e-3  # the host's time, latencies and the overlap depend on each other
 
 
 class Probed(NamedTuple):
@@ -137,9 +138,12 @@ def fitted(tiny: TimedStack, few: TimedStack, many: TimedStack) -> EngineFigures
     """The figures with which predictions equal what was measured; one after the other, which settles quickly."""
     found = EngineFigures(0.0, 0.0, {}, {}, ())
     for _ in range(_ROUNDS):
+        before = found
         found = _with_host(found, tiny)
         for probe in probes_of(tiny.cluster):
             found = _with_probe(found, few, many, probe)
+        if all(abs(found.busy[pair] - before.busy.get(pair, 0.0)) < _SETTLED for pair in found.busy):
+            break
     checked = (("tiny", tiny), ("large, few tokens", few), ("large", many))
     return replace(found, passes=tuple(each for name, stack in checked for each in stack.checked(name, found)))
 
@@ -192,12 +196,14 @@ def _with_host(found: EngineFigures, tiny: TimedStack) -> EngineFigures:
         lambda each: tiny.predicted(whole, replace(found, visit_seconds=each)).forward,
         tiny.passes[whole].forward,
         most=_MOST_SECONDS,
+        within=_CLOSE,
     )
     found = replace(found, visit_seconds=visit)
     exchange = solve(
         lambda each: sum(tiny.predicted(freed, replace(found, exchange_seconds=each))),
         sum(tiny.passes[freed]),
         most=_MOST_SECONDS,
+        within=_CLOSE,
     )
     return replace(found, exchange_seconds=exchange)
 
@@ -225,13 +231,16 @@ def _with_probe(found: EngineFigures, few: TimedStack, many: TimedStack, probe: 
             few.measured(passes),
             least=_LEAST_FACTOR,
             most=_MOST_FACTOR,
+            within=_CLOSE,
         )
         factor |= dict.fromkeys(pairs, times)
-    busy = solve(lambda busy: seconds(many, probe, busy, factor), many.measured(probe), most=1.0)
+    busy = solve(lambda busy: seconds(many, probe, busy, factor), many.measured(probe), most=1.0, within=_CLOSE)
     return changed(busy, factor)
 
 
-def solve(predicted: Callable[[float], float], measured: float, *, least: float = 0.0, most: float) -> float:
+def solve(
+    predicted: Callable[[float], float], measured: float, *, least: float = 0.0, most: float, within: float = 1e-6
+) -> float:
     """Where a prediction that rises meets what was measured, between both ends; by regula falsi."""
     low, high = least, most
     below, above = predicted(low) - measured, predicted(high) - measured
@@ -242,7 +251,7 @@ def solve(predicted: Callable[[float], float], measured: float, *, least: float 
     for _ in range(60):
         middle = (low * above - high * below) / (above - below)
         off = predicted(middle) - measured
-        if abs(off) <= _TOLERANCE * measured:
+        if abs(off) <= within * measured:
             return middle
         if off < 0:
             low, below, above = middle, off, above / 2  # the end that stays counts half, else it may stay for ever
