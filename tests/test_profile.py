@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_models import captured, gpt, source
@@ -34,10 +35,11 @@ from osdp.model.source import ModelSource, load_model
 from osdp.planfile import FREE, REPLICATE
 from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import groups_of
-from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of, solve
-from osdp.profiling.fit import Point, fit, settled
+from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of
+from osdp.profiling.fit import Point, fit, least_squares, settled
+from osdp.profiling.rounds import Rounds
 from osdp.profiling.stack import Passes, Stack
-from osdp.profiling.stages import rising, time_stages
+from osdp.profiling.stages import StageRounds, rising
 from osdp.training.errand import Errand
 from osdp.training.world import started
 
@@ -88,11 +90,16 @@ def test_outliers_are_timed_again() -> None:
     assert again == [65536]  # not when time is up
 
 
-def test_a_figure_is_where_the_prediction_meets_what_was_measured() -> None:
-    assert solve(lambda each: 0.1 + 48 * each, 0.148, most=0.9) == pytest.approx(1e-3)
-    assert solve(lambda each: 0.1 + 48 * each, 0.05, most=0.9) == 0.0
-    assert solve(lambda each: 0.1 + 48 * each, 90.0, most=0.9) == 0.9
-    assert solve(lambda each: max(0.3, each**3), 0.5, least=0.1, most=2.0) == pytest.approx(0.5 ** (1 / 3))
+def test_least_squares_stay_within_their_bounds() -> None:
+    def errors(values: np.ndarray) -> np.ndarray:
+        return np.array([values[0] ** 3 - 8, values[0] * values[1] - 6, values[1] - 3])
+
+    def found(low: float, high: float) -> list[float]:
+        return least_squares(errors, np.ones(2), np.full(2, low), np.full(2, high)).tolist()
+
+    assert found(0, 10) == pytest.approx([2, 3], abs=1e-3)
+    assert found(0, 1.5) == pytest.approx([1.5, 1.5])
+    assert found(0, 2.5) == pytest.approx([2.0, 2.5], abs=0.05)  # held at its bound, the others go on
 
 
 @pytest.mark.parametrize("word", ["2xCPU", "2x2xCPU"])
@@ -173,7 +180,9 @@ def test_every_distinct_stage_is_timed(name: str) -> None:
         Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
     ):
         bench = Bench(errand, budget_seconds=1)
-        timed = time_stages(bench, model, graph, batches=(1, 2, 4096), memory_bytes=8 << 20, within=0.1)
+        stages = StageRounds(bench, model, graph, batches=(1, 2, 4096), memory_bytes=8 << 20)
+        Rounds(bench, [stages]).take_all()
+        timed = stages.timed()
     traces = [trace for stage in graph.stages for trace in (stage.plain, stage.recomputed) if trace is not None]
     assert {stage.signature for stage in timed.stages} == {trace.signature for trace in traces}
     assert len(timed.stages) < len(traces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Mapping
@@ -55,6 +56,15 @@ GPTS: Mapping[str, Mapping[str, Any]] = {
     "gpt-pyramid": {"layers": (2, 2, 1), "widths": (128, 256, 512), "tied": False},
 }
 NAMES = (*GPTS, *CONFIGS)
+
+
+class _Remembered(ModelSource):
+    capture = functools.cache(ModelSource.capture)  # type: ignore[assignment]
+
+
+def remembered(source: ModelSource) -> ModelSource:
+    """The same, traced once however often it is asked."""
+    return _Remembered(**vars(source))
 
 
 def source_of(name: str) -> ModelSource:

@@ -7,24 +7,28 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from osdp.profiling.run import Wanted, profile_in
-from osdp.profiling.trial import try_plans
+from osdp.cost.graph import step_graph_of
+from osdp.profiling.run import Profiling, Wanted
+from osdp.profiling.trial import Trials
+from osdp.runtime.agree import by_rank_0
+from osdp.training.errand import Errand
 from osdp.training.world import World, started
 
-from .models import source_of
-from .plans import Case, cases
+from .models import remembered, source_of
+from .plans import cases
 
 TIMEOUT_SECONDS = 120.0
-BATCHES = (1, 2, 4)  # at which stages are timed
-STEPS, TRIES = 2, 6  # of every plan, in turn with the model's other plans
+STEPS, TRIES = 2, 8  # of every plan, in turn with the model's other plans and the profile's rounds
+MANY_PLANS = 6  # of one model: their order is judged, which takes twice as many tries
 
 
 def main() -> int:
     parser = ArgumentParser()
     parser.add_argument("--work", required=True, help="JSON: [[model, ways, batches], ...]")
-    parser.add_argument("--profile-seconds", type=float, default=40.0)
+    parser.add_argument("--profile-seconds", type=float, default=20.0)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     with started(timeout_seconds=TIMEOUT_SECONDS) as world:
@@ -38,35 +42,40 @@ def main() -> int:
 def _measured(
     world: World, model: str, ways: list[str], batches: list[int], profile_seconds: float
 ) -> Iterator[dict[str, Any]]:
-    source = source_of(model)
+    """A profile of a few rounds, plans by that, then steps of the plans and rounds of the profile in turn."""
+    source = remembered(source_of(model))
     graph = source.capture("fp32")
-    wanted = Wanted(source, BATCHES, "fp32", profile_seconds, TIMEOUT_SECONDS, None, None, quiet=True)
-    cluster = profile_in(world, wanted).cluster
-    made = cases(model, graph, cluster, ways=tuple(ways), batches=tuple(batches))
-    found = _by_rank_0(made, world)
-    trials = try_plans(source, [case.plan for case in found], world, steps=STEPS, tries=TRIES)
-    for case, trial in zip(found, trials, strict=True):
+    wanted = Wanted(source, tuple(batches), "fp32", profile_seconds, TIMEOUT_SECONDS, None, None, quiet=True)
+    with Errand(world, timeout_seconds=TIMEOUT_SECONDS, quiet=True).under_way() as errand:
+        profiling = Profiling(wanted, errand)
+        profiling.rounds.take_all()
+        before = profiling.profile().cluster
+        errand.watch("planning")
+        made = cases(model, graph, before, ways=tuple(ways), batches=tuple(batches))
+        found = by_rank_0(lambda: list(made))
+        errand.watch("the first steps")
+        trials = Trials(source, [case.plan for case in found], world)
+        for _ in range(TRIES if len(found) < MANY_PLANS else 2 * TRIES):
+            errand.watch("steps")
+            trials.take(STEPS)
+            profiling.rounds.take()
+        profile = profiling.profile()
+    for case, trial in zip(found, trials.found(), strict=True):
+        step = step_graph_of(replace(case.plan, cluster=profile.cluster), graph)
         yield {
             "model": model,
             "way": case.way,
             "ranks": world.size,
-            "nodes": cluster.nodes,
+            "nodes": before.nodes,
             "batch": case.plan.batch_size,
             "step_seconds": trial.step_seconds,
             "tries": trial.tries,
             "peak_bytes": trial.peak_bytes,
+            "expected_seconds": step.simulated_seconds(),
+            "phases_seconds": step.time().total,
+            "rounds": profile.rounds,
             "plan": case.plan.to_dict(),
         }
-
-
-def _by_rank_0(made: Iterator[Case], world: World) -> list[Case]:
-    """Rank 0 plans, all run the same."""
-    import torch.distributed as dist
-
-    found = [list(made) if world.leads else None]
-    dist.broadcast_object_list(found)
-    assert found[0] is not None
-    return found[0]
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def plan(
     would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
-    from osdp.runtime.agree import planned_by_rank_0
+    from osdp.runtime.agree import by_rank_0
 
     training = Training.of(precision, optimizer, reduce_dtype)
     report = progress or (lambda _: None)
@@ -116,7 +116,7 @@ def plan(
 
         return plan_verified(devices, search, check, misfit)
 
-    return planned_by_rank_0(make)
+    return by_rank_0(make)
 
 
 def resolve(cluster: Cluster | str, memory: str | int | None) -> Cluster:

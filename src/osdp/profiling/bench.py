@@ -60,6 +60,9 @@ class Bench:
     def watch(self, what: str) -> None:
         self._errand.watch(what)
 
+    def say(self, what: str) -> None:
+        self._errand.say(what)
+
     def slowest(self, *seconds: float) -> list[float]:
         """The highest of all ranks, number by number."""
         rows = self.world.all_numbers(*seconds, time.monotonic() - self._began)

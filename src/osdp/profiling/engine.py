@@ -2,28 +2,29 @@
 
 [Note: Engine]
 Stacks of blocks are trained by the real engine, in turn with the same blocks without it, and figures are chosen so that
-the predicted passes equal the measured ones.
+the predicted passes are as near as can be to the measured ones: least squares of their ratios' logarithms.
 
 Tiny blocks, whose parameters are next to nothing, tell the host's time. Replicated ones send nothing in forward: what
 it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones are gathered twice and reduced:
-`exchange_seconds` is for each of these.
+`exchange_seconds` is for each of these. They count less than large ones: where ranks share processors, one computes
+while another waits, which tiny blocks do not show.
 
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
-ranks that share processors reach a collective at different times. On few tokens, where C is a fraction of M, every
-collective over all ranks tells by which `factor` its latency differs from when it was alone, and those inside nodes and
-across them tell it together: two that are under way hide each other's, and threads that compute make it longer. Bytes
-take what they took. On many, where C is about M, all passes of a `Probe` together tell busy. That of collectives over
-all ranks is the cluster's overlap, 1 - busy; what those inside nodes and across them take beyond that is their own
-`busy_fraction`.
+ranks that share processors reach a collective at different times. On few tokens, where C is a fraction of M, passes
+tell by which `factor` a collective's latency differs from when it was alone: two that are under way hide each other's,
+and threads that compute make it longer. Bytes take what they took. On many tokens, where C is about M, all passes of a
+`Probe` together tell busy. That of collectives over all ranks is the cluster's overlap, 1 - busy; what those inside
+nodes and across them take beyond that is their own `busy_fraction`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from osdp.cluster import Cluster, Measured
@@ -31,16 +32,21 @@ from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from osdp.cost.units import Option, modes_for
 from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, REPLICATE
 from osdp.profiling.bench import Bench
-from osdp.profiling.stack import HEAD_WIDTH, LENGTH, Passes, Stack, timed_in_turn
+from osdp.profiling.fit import Array, least_squares
+from osdp.profiling.stack import HEAD_WIDTH, LENGTH, Passes, Stack, Turns
+from osdp.runtime.agree import by_rank_0
 
 TINY_WIDTH = 8
 _GATHER_SECONDS = 0.01  # of a large block, about: what a unit's takes on a slow network
 _WEIGHTS, _BYTES = 12, 4  # of a block, times its width squared; of a weight
 _MOST_SECONDS = 0.9
-_CLOSE = 1e-4  # of a pass: what is solved for is solved for again in the next round
 _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on many
-_LEAST_FACTOR, _MOST_FACTOR = 0.0, 4.0  # of a latency
-_ROUNDS, _SETTLED = 24, 1e-3  # the host's time, latencies and the overlap depend on each other
+_TURNS = (2, 1, 1)  # in a round, of tiny blocks and of large ones on few tokens and on many: the short ones more often
+_BLOCK_SHARE = 1 / 128  # of the memory may a block take: of each there are eight, a few times, and their gradients
+_MOST_FACTOR = 4.0  # of a latency
+_MS = 1e-3
+_TINY_WEIGHT = 0.3  # of a tiny pass's error: blocks that compute next to nothing leave the processors idle
+_FACTOR_WEIGHT = 0.01  # of what a latency's factor differs from 1, beside errors of passes, where these leave it open
 
 
 class Probed(NamedTuple):
@@ -124,28 +130,71 @@ def probes_of(cluster: Cluster) -> list[Probe]:
     return probes
 
 
-def time_engine(bench: Bench, cluster: Cluster, *, largest_bytes: int, within: float) -> EngineFigures:
+class EngineRounds:
     """See [Note: Engine]; `cluster` has the device and the collectives as fitted, up to `largest_bytes`."""
-    host = [Option(REPLICATE), Option(FREE)]
-    tiny = TimedStack.of(bench, Stack(TINY_WIDTH, 1, bench.device), cluster, host, within=within / 5)
-    options = list(dict.fromkeys(each.option for probe in probes_of(cluster) for each in probe))
-    large = [_large_stack(cluster, largest_bytes, share, bench.device) for share in (_FEW, _MANY)]
-    few, many = (TimedStack.of(bench, each, cluster, options, within=within * 2 / 5) for each in large)
-    return fitted(tiny, few, many)
+
+    def __init__(self, bench: Bench, cluster: Cluster, *, largest_bytes: int) -> None:
+        self._bench, self._cluster = bench, cluster
+        host = [Option(REPLICATE), Option(FREE)]
+        options = list(dict.fromkeys((*(each.option for probe in probes_of(cluster) for each in probe), Option(FREE))))
+        largest_bytes = min(largest_bytes, int(_BLOCK_SHARE * cluster.limit_bytes))
+        large = [_large_stack(cluster, largest_bytes, share, bench.device) for share in (_FEW, _MANY)]
+        self._turns = [Turns(Stack(TINY_WIDTH, 1, bench.device), host, cluster)]
+        self._turns += [Turns(stack, options, cluster) for stack in large]
+
+    def round(self) -> None:
+        for turns, number in zip(self._turns, _TURNS, strict=True):
+            for _ in range(number):
+                turns.take()
+
+    def figures(self) -> EngineFigures:
+        """By all rounds so far; rank 0 computes them, as others would be in its way."""
+        stacks = [TimedStack.of(turns, self._cluster, self._bench) for turns in self._turns]
+        return by_rank_0(lambda: fitted(*stacks))
 
 
 def fitted(tiny: TimedStack, few: TimedStack, many: TimedStack) -> EngineFigures:
-    """The figures with which predictions equal what was measured; one after the other, which settles quickly."""
-    found = EngineFigures(0.0, 0.0, {}, {}, ())
-    for _ in range(_ROUNDS):
-        before = found
-        found = _with_host(found, tiny)
-        for probe in probes_of(tiny.cluster):
-            found = _with_probe(found, few, many, probe)
-        if all(abs(found.busy[pair] - before.busy.get(pair, 0.0)) < _SETTLED for pair in found.busy):
-            break
-    checked = (("tiny", tiny), ("large, few tokens", few), ("large", many))
-    return replace(found, passes=tuple(each for name, stack in checked for each in stack.checked(name, found)))
+    """The figures whose predictions are nearest to all passes; see [Note: Engine]."""
+    stacks = {"tiny": tiny, "large, few tokens": few, "large": many}
+    weights = (_TINY_WEIGHT, 1.0, 1.0)
+    unknown = _Unknown(probes_of(tiny.cluster))
+
+    def errors(values: Array) -> Array:
+        figures = unknown.figures(values)
+        off = [w * stack.errors(figures) for w, stack in zip(weights, stacks.values(), strict=True)]
+        return np.concatenate([*off, _FACTOR_WEIGHT * (unknown.factors(values) - 1)])
+
+    found = unknown.figures(least_squares(errors, *unknown.bounds()))
+    return replace(found, passes=tuple(each for name, stack in stacks.items() for each in stack.checked(name, found)))
+
+
+class _Unknown:
+    """The figures as a vector of numbers about 1: the host's times in ms, how busy each probe's collectives keep, and
+    the factors of latencies: of each collective over all ranks, of those inside nodes and across them by probes, as
+    these are too short to be told apart.
+    """
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self._busy = [[pair for each in probe for pair in each.collectives] for probe in probes]
+        first, *others = probes
+        self._factors = [list(each.collectives) for each in first]
+        self._factors += [[pair for each in probe for pair in each.collectives] for probe in others]
+
+    def bounds(self) -> tuple[Array, Array, Array]:
+        """Where to start, the least and the most."""
+        busy, factors = len(self._busy), len(self._factors)
+        start = np.array([1.0, 1.0, *[0.5] * busy, *[1.0] * factors])
+        most = [_MOST_SECONDS / _MS, _MOST_SECONDS / _MS, *[1.0] * busy, *[_MOST_FACTOR] * factors]
+        return start, np.zeros(len(start)), np.array(most)
+
+    def factors(self, values: Array) -> Array:
+        return values[-len(self._factors) :]
+
+    def figures(self, values: Array) -> EngineFigures:
+        visit, exchange, *rest = values.tolist()
+        busy = {pair: each for pairs, each in zip(self._busy, rest, strict=False) for pair in pairs}
+        factors = zip(self._factors, rest[len(self._busy) :], strict=True)
+        return EngineFigures(visit * _MS, exchange * _MS, busy, {p: each for pairs, each in factors for p in pairs}, ())
 
 
 def _large_stack(cluster: Cluster, largest_bytes: int, share: float, device: torch.device) -> Stack:
@@ -168,18 +217,18 @@ class TimedStack:
     passes: Mapping[Option, Passes]
 
     @staticmethod
-    def of(bench: Bench, stack: Stack, cluster: Cluster, options: list[Option], *, within: float) -> TimedStack:
-        """Timed in turn with the passes of the blocks alone."""
-        runs = [stack.plain(), *(stack.under(option, cluster) for option in options)]
-        plain, *timed = timed_in_turn(bench, runs, within=within)
-        cluster = replace(cluster, stages=stack.timed_stages(plain))
-        return TimedStack(stack, cluster, dict(zip(options, timed, strict=True)))
-
-    def measured(self, passes: Probe) -> float:
-        return sum(getattr(self.passes[each.option], each.which) for each in passes)
+    def of(turns: Turns, cluster: Cluster, bench: Bench) -> TimedStack:
+        plain, *timed = turns.passes(bench)
+        cluster = replace(cluster, stages=turns.stack.timed_stages(plain))
+        return TimedStack(turns.stack, cluster, dict(zip(turns.options, timed, strict=True)))
 
     def predicted(self, option: Option, figures: EngineFigures) -> Passes:
         return self.stack.predicted(option, figures.applied(self.cluster))
+
+    def errors(self, figures: EngineFigures) -> Array:
+        """Of each pass the logarithm of predicted over measured."""
+        predicted = [self.predicted(option, figures) for option in self.passes]
+        return np.log(np.array(predicted) / np.array(list(self.passes.values()))).flatten()
 
     def checked(self, blocks: str, figures: EngineFigures) -> list[CheckedPass]:
         return [
@@ -187,74 +236,3 @@ class TimedStack:
             for option, measured in self.passes.items()
             for which, *seconds in zip(Passes._fields, measured, self.predicted(option, figures), strict=True)
         ]
-
-
-def _with_host(found: EngineFigures, tiny: TimedStack) -> EngineFigures:
-    """The host's times, given all else."""
-    whole, freed = Option(REPLICATE), Option(FREE)
-    visit = solve(
-        lambda each: tiny.predicted(whole, replace(found, visit_seconds=each)).forward,
-        tiny.passes[whole].forward,
-        most=_MOST_SECONDS,
-        within=_CLOSE,
-    )
-    found = replace(found, visit_seconds=visit)
-    exchange = solve(
-        lambda each: sum(tiny.predicted(freed, replace(found, exchange_seconds=each))),
-        sum(tiny.passes[freed]),
-        most=_MOST_SECONDS,
-        within=_CLOSE,
-    )
-    return replace(found, exchange_seconds=exchange)
-
-
-def _with_probe(found: EngineFigures, few: TimedStack, many: TimedStack, probe: Probe) -> EngineFigures:
-    """The factors of a probe's collectives and how busy they keep, given all else."""
-    collectives = [pair for each in probe for pair in each.collectives]
-
-    def changed(busy: float, factor: Figures) -> EngineFigures:
-        return replace(
-            found, busy={**found.busy, **dict.fromkeys(collectives, busy)}, factor={**found.factor, **factor}
-        )
-
-    def seconds(stack: TimedStack, passes: Probe, busy: float, factor: Figures) -> float:
-        figures = changed(busy, factor)
-        return sum(getattr(stack.predicted(each.option, figures), each.which) for each in passes)
-
-    before = found.busy.get(collectives[0], 0.0)
-    over_all = all(group == "world" for _, group in collectives)  # others are too short to be told apart
-    factor: Figures = {}
-    for passes in [[each] for each in probe] if over_all else [probe]:
-        pairs = [pair for each in passes for pair in each.collectives]
-        times = solve(
-            lambda times, passes=passes, pairs=pairs: seconds(few, passes, before, dict.fromkeys(pairs, times)),
-            few.measured(passes),
-            least=_LEAST_FACTOR,
-            most=_MOST_FACTOR,
-            within=_CLOSE,
-        )
-        factor |= dict.fromkeys(pairs, times)
-    busy = solve(lambda busy: seconds(many, probe, busy, factor), many.measured(probe), most=1.0, within=_CLOSE)
-    return changed(busy, factor)
-
-
-def solve(
-    predicted: Callable[[float], float], measured: float, *, least: float = 0.0, most: float, within: float = 1e-6
-) -> float:
-    """Where a prediction that rises meets what was measured, between both ends; by regula falsi."""
-    low, high = least, most
-    below, above = predicted(low) - measured, predicted(high) - measured
-    if below >= 0:
-        return low
-    if above <= 0:
-        return high
-    for _ in range(60):
-        middle = (low * above - high * below) / (above - below)
-        off = predicted(middle) - measured
-        if abs(off) <= within * measured:
-            return middle
-        if off < 0:
-            low, below, above = middle, off, above / 2  # the end that stays counts half, else it may stay for ever
-        else:
-            high, above, below = middle, off, below / 2
-    return (low + high) / 2

@@ -15,17 +15,18 @@ from osdp.cost.training import PRECISIONS
 from osdp.profiling.bench import SPREAD, Bench
 from osdp.profiling.collectives import Carrier, TimedCollective, time_collectives
 from osdp.profiling.compute import Rate, kernel_seconds, memory_rate, product_rates
-from osdp.profiling.engine import EngineFigures, time_engine
+from osdp.profiling.engine import EngineFigures, EngineRounds
 from osdp.profiling.machine import Machine, look_around
 from osdp.profiling.optimizer import FittedOptimizer, time_optimizers
-from osdp.profiling.stages import TimedStages, time_stages
+from osdp.profiling.rounds import Rounds
+from osdp.profiling.stages import StageRounds, TimedStages
 from osdp.training.errand import Errand
 from osdp.training.world import World, started
 
 if TYPE_CHECKING:
     from osdp.model.source import ModelSource
 
-_SHARES = {"device": 0.1, "collectives": 0.25, "engine": 0.35, "optimizer": 0.1, "stages": 0.2}
+_SHARES = {"device": 0.1, "collectives": 0.2, "optimizer": 0.1, "rounds": 0.6}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Profile:
     engine: EngineFigures | None
     optimizers: tuple[FittedOptimizer, ...]
     stages: TimedStages | None
+    rounds: tuple[float, ...]  # seconds of each
     model: str | None
     precision: str
     notes: tuple[str, ...]
@@ -76,6 +78,7 @@ class Profile:
             "stages": None
             if self.stages is None
             else {"batches": list(self.stages.batches), "stopped": self.stages.stopped},
+            "rounds": list(self.rounds),
             "notes": list(self.notes),
         }
 
@@ -89,60 +92,57 @@ def profile(wanted: Wanted) -> tuple[Profile, bool]:
 def profile_in(world: World, wanted: Wanted) -> Profile:
     """The same in a world that runs already."""
     with Errand(world, timeout_seconds=wanted.timeout_seconds, quiet=wanted.quiet).under_way() as errand:
-        return _Run(wanted, errand).profiled()
+        profiling = Profiling(wanted, errand)
+        profiling.rounds.take_all()
+        return profiling.profile()
 
 
-class _Run:
+class Profiling:
+    """The job on this rank: figures that are taken once, then rounds; `profile` is by all rounds so far."""
+
     def __init__(self, wanted: Wanted, errand: Errand) -> None:
         self.wanted, self.world = wanted, errand.world
         shares = {part: share for part, share in _SHARES.items() if self._needs(part)}
         self.bench = Bench(errand, budget_seconds=wanted.seconds, shares=shares)
-
-    def profiled(self) -> Profile:
-        wanted, bench, world = self.wanted, self.bench, self.world
         # Blocks of the user's may return views; nobody changes them in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        machine = look_around(world, nodes=wanted.nodes, devices_per_node=wanted.devices_per_node)
-        precision = wanted.precision or ("fp32" if world.device.type == "cpu" else "bf16")
+        self.machine = look_around(self.world, nodes=wanted.nodes, devices_per_node=wanted.devices_per_node)
+        self.precision = wanted.precision or ("fp32" if self.world.device.type == "cpu" else "bf16")
         with torch.no_grad():
-            rates, device = self._device(machine)
-        cluster = replace(machine.cluster, device=device)
-        carrier = Carrier(cluster, world.device)
-        collectives: list[TimedCollective] = []
-        engine = None
-        if world.size > 1:
-            share = bench.begin("collectives", f"collectives between {world.size} ranks")
-            collectives = time_collectives(bench, carrier, cluster, within=share)
-            cluster = replace(cluster, measured=tuple(each.measured for each in collectives))
-            share = bench.begin("engine", "the engine on stacks of blocks")
-            largest = min(each.largest_bytes for each in collectives)
-            engine = time_engine(bench, cluster, largest_bytes=largest, within=share)
+            self.rates, device = self._device(self.machine)
+        cluster = replace(self.machine.cluster, device=device)
+        carrier = Carrier(cluster, self.world.device)
+        self.collectives = self._collectives(carrier, cluster)
+        cluster = replace(cluster, measured=tuple(each.measured for each in self.collectives))
+        self.optimizers = self._optimizers(carrier)
+        self.cluster = replace(cluster, optimizers=tuple(each.timed for each in self.optimizers))
+        self._begin_rounds()
+        self.engine = self._engine()
+        self.stages = self._stages()
+        self.rounds = Rounds(self.bench, [part for part in (self.engine, self.stages) if part is not None])
+
+    def profile(self) -> Profile:
+        cluster, collectives = self.cluster, self.collectives
+        engine = None if self.engine is None else self.engine.figures()
+        if engine is not None:
             cluster = engine.applied(cluster)
             both = zip(collectives, cluster.measured, strict=True)
             collectives = [replace(each, measured=measured) for each, measured in both]
-        share = bench.begin("optimizer", "optimizers")
-        master = torch.bfloat16 if PRECISIONS[precision].master_bytes == 2 else torch.float32
-        optimizers = time_optimizers(bench, carrier.meshes.world, master=master, within=share)
-        stages = self._stages(cluster, precision)
-        cluster = replace(
-            cluster,
-            name=f"{cluster.word}, profiled",
-            optimizers=tuple(each.timed for each in optimizers),
-            stages=() if stages is None else stages.stages,
-        )
-        bench.slowest(0.0)
+        stages = None if self.stages is None else self.stages.timed()
+        self.bench.slowest(0.0)
         return Profile(
-            cluster=cluster,
-            catalogue=machine.catalogue,
-            rates=tuple(rates),
+            cluster=replace(cluster, name=f"{cluster.word}, profiled", stages=() if stages is None else stages.stages),
+            catalogue=self.machine.catalogue,
+            rates=tuple(self.rates),
             collectives=tuple(collectives),
             engine=engine,
-            optimizers=tuple(optimizers),
+            optimizers=tuple(self.optimizers),
             stages=stages,
-            model=None if wanted.source is None else wanted.source.name,
-            precision=precision,
+            rounds=tuple(self.rounds.seconds),
+            model=None if self.wanted.source is None else self.wanted.source.name,
+            precision=self.precision,
             notes=tuple(self._notes(stages)),
-            seconds=bench.passed_seconds,
+            seconds=self.bench.passed_seconds,
         )
 
     def _device(self, machine: Machine) -> tuple[list[Rate], Device]:
@@ -153,14 +153,36 @@ class _Run:
         rates = [*product_rates(bench, kernel, within=share * 0.7), memory_rate(bench, kernel, within=share / 4)]
         return rates, measured_device(machine.cluster.device, rates, kernel, ranks=world.size)
 
-    def _stages(self, cluster: Cluster, precision: str) -> TimedStages | None:
-        source, bench = self.wanted.source, self.bench
+    def _collectives(self, carrier: Carrier, cluster: Cluster) -> list[TimedCollective]:
+        if self.world.size == 1:
+            return []
+        share = self.bench.begin("collectives", f"collectives between {self.world.size} ranks")
+        return time_collectives(self.bench, carrier, cluster, within=share)
+
+    def _optimizers(self, carrier: Carrier) -> list[FittedOptimizer]:
+        share = self.bench.begin("optimizer", "optimizers")
+        master = torch.bfloat16 if PRECISIONS[self.precision].master_bytes == 2 else torch.float32
+        return time_optimizers(self.bench, carrier.meshes.world, master=master, within=share)
+
+    def _begin_rounds(self) -> None:
+        if self._needs("rounds"):
+            parts = ["the engine on stacks of blocks"] if self.world.size > 1 else []
+            parts += [] if self.wanted.source is None else [f"the stages of {self.wanted.source.name}"]
+            self.bench.begin("rounds", f"{' and '.join(parts)}, in turn")
+
+    def _engine(self) -> EngineRounds | None:
+        if self.world.size == 1:
+            return None
+        largest = min(each.largest_bytes for each in self.collectives)
+        return EngineRounds(self.bench, self.cluster, largest_bytes=largest)
+
+    def _stages(self) -> StageRounds | None:
+        source = self.wanted.source
         if source is None:
             return None
-        share = bench.begin("stages", f"the stages of {source.name}")
-        graph = source.capture(PRECISIONS[precision].compute_dtype)
-        batches, memory = self.wanted.batches, cluster.limit_bytes
-        return time_stages(bench, source, graph, batches=batches, memory_bytes=memory, within=share)
+        graph = source.capture(PRECISIONS[self.precision].compute_dtype)
+        batches, memory = self.wanted.batches, self.cluster.limit_bytes
+        return StageRounds(self.bench, source, graph, batches=batches, memory_bytes=memory)
 
     def _notes(self, stages: TimedStages | None) -> list[str]:
         notes = []
@@ -169,13 +191,16 @@ class _Run:
                 f"{self.bench.spread_out} of {self.bench.timed} timings kept a spread of more than {SPREAD}x between "
                 "their quartiles after repetition: something else ran on the machines"
             )
+        unsteady = self.rounds.unsteady()
+        if unsteady is not None:
+            notes.append(unsteady)
         if stages is not None and stages.stopped:
             notes.append(f"{stages.stopped}: larger batches were not timed")
         return notes
 
     def _needs(self, part: str) -> bool:
-        if part == "stages":
-            return self.wanted.source is not None
+        if part == "rounds":
+            return self.world.size > 1 or self.wanted.source is not None
         return self.world.size > 1 or part in ("device", "optimizer")
 
 

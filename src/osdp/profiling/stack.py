@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -19,13 +19,13 @@ from osdp.cost.layout import Shape, Shapes
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option
 from osdp.model.gpt import Block
+from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, output_loss
 from osdp.planfile import unpriced_plan
-from osdp.profiling.bench import LEAST_TRIES, Bench
+from osdp.profiling.bench import Bench
 from osdp.runtime.apply import parallelize
 
 BLOCKS, LENGTH, HEAD_WIDTH = 8, 16, 64
-_MOST_ROUNDS = 200
 _TRAINING = Training.of("fp32", "sgd")
 
 
@@ -50,29 +50,31 @@ class _Blocks(nn.Module):
         return x.sum()
 
 
+@cache
+def _captured(width: int) -> ModelGraph:
+    def inputs(batch: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        return (torch.empty(batch, LENGTH, width, device="meta"),), {}
+
+    source = ModelSource("a stack", partial(_Blocks, width), inputs, output_loss, None, None, None, "")
+    return source.capture("fp32")
+
+
 class Stack:
     """Blocks of one width at one batch size: how to run them, and what a cluster's figures predict for them."""
 
     def __init__(self, width: int, batch: int, device: torch.device) -> None:
         self.width, self.batch, self._device = width, batch, device
-        source = ModelSource("a stack", self._build, self._inputs, output_loss, None, None, None, "")
-        graph = source.capture("fp32")
+        graph = _captured(width)
         self._stages = graph.stages
         self._layout = Shapes(graph).layout([Shape(WHOLE)] * len(graph.stages))
 
-    def _build(self) -> nn.Module:
-        return _Blocks(self.width)
-
-    def _inputs(self, batch: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        return (torch.empty(batch, LENGTH, self.width, device="meta"),), {}
-
     def plain(self) -> Run:
-        return self._run(self._build().to(self._device))
+        return self._run(_Blocks(self.width).to(self._device))
 
     def under(self, option: Option, cluster: Cluster) -> Run:
         """The blocks under the real engine, each a unit that takes this option."""
         torch.manual_seed(0)  # ranks must begin with equal weights
-        model = self._build().to(self._device)
+        model = _Blocks(self.width).to(self._device)
         plan = unpriced_plan(
             "a stack",
             plan_units(self._layout, [option] * len(self._layout.units)),
@@ -127,20 +129,23 @@ def _now(device: torch.device) -> float:
     return perf_counter()
 
 
-def timed_in_turn(bench: Bench, runs: Sequence[Run], *, within: float) -> list[Passes]:
-    """The passes of each, in rounds of all of them: whatever else the machines do meanwhile slows all alike."""
-    for run in (*runs, *runs):
-        run()
-    rounds: list[list[Passes]] = []
-    tries = 1
-    while len(rounds) < tries:
-        rounds.append([])
-        for run in runs:
+class Turns:
+    """A stack's passes under a few options, in turn with those of its blocks without the engine."""
+
+    def __init__(self, stack: Stack, options: Sequence[Option], cluster: Cluster) -> None:
+        self.stack, self.options = stack, options
+        self._runs = [stack.plain(), *(stack.under(option, cluster) for option in options)]
+        self._taken: list[list[Passes]] = []
+        for run in self._runs:
+            run()
+
+    def take(self) -> None:
+        self._taken.append([])
+        for run in self._runs:
             dist.barrier()
-            rounds[-1].append(run())
-        bench.watch(f"round {len(rounds)}")
-        if len(rounds) == 1:
-            (once,) = bench.slowest(sum(sum(passes) for passes in rounds[0]))
-            tries = max(LEAST_TRIES, min(_MOST_ROUNDS, int(within / max(once, 1e-6))))
-    slowest = bench.slowest(*np.median(np.array(rounds), axis=0).flatten().tolist())
-    return [Passes(*seconds) for seconds in np.array(slowest).reshape(len(runs), -1).tolist()]
+            self._taken[-1].append(run())
+
+    def passes(self, bench: Bench) -> list[Passes]:
+        """The slowest rank's medians: without the engine, then of every option."""
+        slowest = bench.slowest(*np.median(np.array(self._taken), axis=0).flatten().tolist())
+        return [Passes(*seconds) for seconds in np.array(slowest).reshape(len(self._runs), -1).tolist()]

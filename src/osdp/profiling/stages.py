@@ -41,8 +41,11 @@ from osdp.runtime.initialize import initialize
 from osdp.training.baddays import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
-_LEAST_STEPS, _MOST_STEPS = 5, 200  # at one batch size, however late it is
+_TURNS = 2  # in a round
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
+
+
+Run = Callable[[], NDArray[Any]]  # seconds of every stage, a row of forward and backward for each
 
 
 class Clock(Recorder):
@@ -94,28 +97,70 @@ class Subject:
     stand_in: Mapping[str, str]
 
 
-def time_stages(
-    bench: Bench, source: ModelSource, graph: ModelGraph, *, batches: Sequence[int], memory_bytes: int, within: float
-) -> TimedStages:
-    """Every distinct stage of the graph, plain and recomputed; see [Note: Timed stages]."""
-    subject = make_subject(source, graph, bench.device)
-    order = list(dict.fromkeys(again for again in (False, *(s.recomputed is not None for s in graph.stages))))
-    found: dict[int, dict[bool, NDArray[Any]]] = {}
-    stopped = ""
-    for batch in batches:
-        need = _needed_bytes(graph, subject, batch)
+class StageRounds:
+    """Every distinct stage of the graph, plain and recomputed in turn; see [Note: Timed stages]."""
+
+    def __init__(
+        self, bench: Bench, source: ModelSource, graph: ModelGraph, *, batches: Sequence[int], memory_bytes: int
+    ) -> None:
+        self._bench, self._source, self._graph = bench, source, graph
+        self._subject = make_subject(source, graph, bench.device)
+        self._order = list(dict.fromkeys((False, *(stage.recomputed is not None for stage in graph.stages))))
+        self._runs: dict[int, list[Run]] = {}
+        self._taken: dict[int, list[list[NDArray[Any]]]] = {}  # by batch: of every turn, of every run
+        self._stopped = ""
+        for batch in batches:
+            if not self._admits(batch, memory_bytes):
+                break
+        if not self._taken:
+            raise OsdpError(f"no stage could be timed: {self._stopped}; give a smaller --batches or --seq-len")
+
+    def _admits(self, batch: int, memory_bytes: int) -> bool:
+        """Whether a batch of this size can be run."""
+        need = _needed_bytes(self._graph, self._subject, batch)
         if need > memory_bytes:
-            stopped = f"batch {batch} needs about {need / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
-            break
-        bench.watch(f"the model's stages at batch {batch}")
+            self._stopped = f"batch {batch} needs about {need / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
+            return False
+        self._bench.watch(f"the model's stages at batch {batch}")
+        self._runs[batch] = self._runs_of(batch)
         try:
-            found[batch] = _at_batch(bench, subject, source, graph, batch, order, within / len(batches))
+            for run in self._runs[batch]:
+                _tried(self._bench, run, batch)
         except _OutOfMemory:
-            stopped = f"batch {batch} ran out of memory"
-            break
-    if not found:
-        raise OsdpError(f"no stage could be timed: {stopped}; give a smaller --batches or --seq-len")
-    return TimedStages(tuple(_collected(graph, found)), tuple(found), stopped)
+            self._stopped = f"batch {batch} ran out of memory"
+            return False
+        self._taken[batch] = []
+        return True
+
+    def _runs_of(self, batch: int) -> list[Run]:
+        bench, subject, source = self._bench, self._subject, self._source
+        torch.manual_seed(bench.world.rank)
+        dtype = DTYPES[self._graph.compute_dtype]
+        args, kwargs = random_inputs(source, subject.model, batch, bench.device, dtype)
+        blocks = list(dict.fromkeys(subject.stand_in.values()))
+        return [
+            functools.partial(_step, subject.model, args, kwargs, source.loss, blocks, again, bench.device)
+            for again in self._order
+        ]
+
+    def round(self) -> None:
+        for _ in range(_TURNS):
+            for batch, taken in self._taken.items():
+                dist.barrier()
+                taken.append([_tried(self._bench, run, batch) for run in self._runs[batch]])
+
+    def timed(self) -> TimedStages:
+        """By all rounds so far."""
+        found = {
+            batch: {
+                again: _of_graph(
+                    self._graph, self._subject, _typical(self._bench, [turn[index] for turn in turns]), again
+                )
+                for index, again in enumerate(self._order)
+            }
+            for batch, turns in self._taken.items()
+        }
+        return TimedStages(tuple(_collected(self._graph, found)), tuple(found), self._stopped)
 
 
 def make_subject(source: ModelSource, graph: ModelGraph, device: torch.device) -> Subject:
@@ -172,45 +217,11 @@ def _known_tokens(model: nn.Module) -> int:
     return stated if isinstance(stated, int) else min(tables, default=2)
 
 
-class _OutOfMemory(Exception):
+class _OutOfMemory(OsdpError):
     """Some rank has no memory for a batch; raised on all."""
 
-
-def _at_batch(
-    bench: Bench,
-    subject: Subject,
-    source: ModelSource,
-    graph: ModelGraph,
-    batch: int,
-    order: Sequence[bool],
-    within: float,
-) -> dict[bool, NDArray[Any]]:
-    """Seconds of every stage of the graph, a row of forward and backward for each: plain, and recomputed.
-
-    Both are run in turn, so that whatever else the machines do meanwhile slows both.
-    """
-    torch.manual_seed(bench.world.rank)
-    args, kwargs = random_inputs(source, subject.model, batch, bench.device, DTYPES[graph.compute_dtype])
-    blocks = list(dict.fromkeys(subject.stand_in.values()))
-    runs = [
-        functools.partial(_step, subject.model, args, kwargs, source.loss, blocks, again, bench.device)
-        for again in order
-    ]
-    for run in runs:
-        _tried(bench, run)
-    rounds: list[list[NDArray[Any]]] = []
-    tries = 1
-    while len(rounds) < tries:
-        dist.barrier()
-        rounds.append([_tried(bench, run) for run in runs])
-        if len(rounds) == 1:
-            (once,) = bench.slowest(sum(float(rows.sum()) for rows in rounds[0]))
-            within = 0.0 if bench.late else within
-            tries = max(_LEAST_STEPS, min(_MOST_STEPS, int(within / max(once, 1e-6))))
-    return {
-        again: _of_graph(graph, subject, _typical(bench, [found[index] for found in rounds]), again)
-        for index, again in enumerate(order)
-    }
+    def __init__(self, batch: int) -> None:
+        super().__init__(f"memory ran out in the model's stages at batch {batch}; give a smaller --batches")
 
 
 def _typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -222,7 +233,7 @@ def _typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return mean / np.maximum(mean.sum(axis=0), 1e-12) * passes
 
 
-def _tried(bench: Bench, run: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+def _tried(bench: Bench, run: Run, batch: int) -> NDArray[Any]:
     """A step on all ranks, or the word on all that memory is out on some."""
     seconds: NDArray[Any] | None = None
     try:
@@ -231,7 +242,7 @@ def _tried(bench: Bench, run: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         if not is_out_of_memory(error):
             raise
     if bench.slowest(float(seconds is None))[0]:
-        raise _OutOfMemory
+        raise _OutOfMemory(batch)
     assert seconds is not None
     return seconds
 

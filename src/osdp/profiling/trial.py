@@ -88,32 +88,40 @@ class Tried:
         return self.held_bytes() + peak_above_start(self.step)
 
 
-def try_plans(
-    source: ModelSource, plans: Sequence[Plan], world: World, *, steps: int = 3, tries: int = 3
-) -> list[Trial]:
-    """Trains a few steps on all ranks at once and lets go of the models; equal on all ranks.
+class Trials:
+    """Plans that are all held in memory and tried in turn: whatever else the machines do meanwhile slows all alike."""
 
-    The plans are all held in memory and tried in turn: whatever else the machines do meanwhile slows all alike.
-    """
-    all_tried = [Tried(source, plan, world) for plan in plans]
-    own: list[list[float]] = []
-    for tried in all_tried:
-        for _ in range(WARM_UP_STEPS):
-            tried.step()
-        own.append([tried.peak_bytes()])
-    for _ in range(tries):
-        for tried, numbers in zip(all_tried, own, strict=True):
-            numbers.append(tried.seconds(steps))
-    found = []
-    for numbers in own:
-        highest, *slowest = (max(column) for column in zip(*world.all_numbers(*numbers), strict=True))
-        found.append(Trial(statistics.median(slowest), tuple(slowest), int(highest)))
-    return found
+    def __init__(self, source: ModelSource, plans: Sequence[Plan], world: World) -> None:
+        """Takes the first steps of each, the last of them under the allocator's account."""
+        self._world = world
+        self._tried = [Tried(source, plan, world) for plan in plans]
+        self._seconds: list[list[float]] = [[] for _ in plans]
+        self._peaks = []
+        for tried in self._tried:
+            for _ in range(WARM_UP_STEPS):
+                tried.step()
+            self._peaks.append(tried.peak_bytes())
+
+    def take(self, steps: int) -> None:
+        """Times so many steps of each plan."""
+        for tried, seconds in zip(self._tried, self._seconds, strict=True):
+            seconds.append(tried.seconds(steps))
+
+    def found(self) -> list[Trial]:
+        """Of each plan what was measured so far; equal on all ranks."""
+        found = []
+        for peak, seconds in zip(self._peaks, self._seconds, strict=True):
+            highest, *slowest = (max(column) for column in zip(*self._world.all_numbers(peak, *seconds), strict=True))
+            found.append(Trial(statistics.median(slowest), tuple(slowest), int(highest)))
+        return found
 
 
 def try_plan(source: ModelSource, plan: Plan, world: World, *, steps: int = 3, tries: int = 3) -> Trial:
-    """The same for one plan."""
-    return try_plans(source, [plan], world, steps=steps, tries=tries)[0]
+    """Trains a few steps on all ranks at once and lets go of the model."""
+    trials = Trials(source, [plan], world)
+    for _ in range(tries):
+        trials.take(steps)
+    return trials.found()[0]
 
 
 def peak_above_start(run: Callable[[], object]) -> int:

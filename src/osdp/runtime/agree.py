@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ from osdp.planfile import Plan
 T = TypeVar("T")
 
 
-def planned_by_rank_0(make: Callable[[], Plan]) -> Plan:
-    """One plan for all ranks: where ranks run, rank 0 makes it and sends it, or the error that it met."""
+def by_rank_0(make: Callable[[], T]) -> T:
+    """One plan, or whatever else, for all ranks: where ranks run, rank 0 makes it and sends it, or the error it met."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
         return make()
-    answer: list[Plan | OsdpError | None] = [None]
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             answer = [make()]
@@ -29,7 +29,6 @@ def planned_by_rank_0(make: Callable[[], Plan]) -> Plan:
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], OsdpError):
         raise answer[0]
-    assert answer[0] is not None
     return answer[0]
 
 

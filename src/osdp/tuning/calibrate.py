@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cluster.link import slower
+from osdp.profiling.fit import least_squares
 
 _STEP_SIGMA = 0.03  # how far a measured step may lie off by chance, as a part of it
 _FACTOR_SIGMA = 0.5  # how far a profile's figure may
-_ROUNDS, _NUDGE, _FARTHEST = 12, 1e-3, 0.5
+_FARTHEST = 3.0  # of a factor's logarithm
 
 Predict = Callable[[Cluster], float]  # seconds of a plan's step on a cluster
 
@@ -76,20 +78,10 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
 
 
 def calibrate(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Factors:
-    """The factors that explain the steps best: least squares of logarithms, by Gauss and Newton."""
-    found = np.zeros(len(fields(Factors)))
-    for _ in range(_ROUNDS):
-        here = _errors(cluster, steps, found)
-        slopes = np.stack([(_errors(cluster, steps, found + nudge) - here) / _NUDGE for nudge in _nudges()], axis=1)
-        change = np.linalg.lstsq(slopes, -here, rcond=None)[0]
-        found = found + np.clip(change, -_FARTHEST, _FARTHEST)
-        if np.abs(change).max() < _NUDGE:
-            break
+    """The factors that explain the steps best: least squares of logarithms."""
+    none = np.zeros(len(fields(Factors)))
+    found = least_squares(partial(_errors, cluster, steps), none, none - _FARTHEST, none + _FARTHEST)
     return Factors(*np.exp(found).tolist())
-
-
-def _nudges() -> list[np.ndarray]:
-    return list(np.eye(len(fields(Factors))) * _NUDGE)
 
 
 def _errors(cluster: Cluster, steps: Sequence[MeasuredStep], logs: np.ndarray) -> np.ndarray:

@@ -14,13 +14,14 @@ from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
 from osdp.planfile import MODES
 from osdp.profiling.bench import Bench
-from osdp.profiling.stages import time_stages
+from osdp.profiling.rounds import Rounds
+from osdp.profiling.stages import StageRounds
 from osdp.training.errand import Errand
 from osdp.training.run import this_cluster
 from osdp.training.world import World, started
 from osdp.tuning.run import Tuned, Tuner, Wanted
 
-STAGE_SECONDS = 20.0
+STAGE_SECONDS = 5.0
 BATCHES = (1, 2, 4)
 
 
@@ -85,8 +86,8 @@ class _Run:
         """The cluster with the model's stages timed, where its profile has none of them."""
         if any(cluster.timed_stage(stage.plain.signature) for stage in graph.stages):
             return cluster
-        self.errand.say("timing the model's blocks")
-        bench = Bench(self.errand, budget_seconds=STAGE_SECONDS)
-        memory = cluster.limit_bytes
-        timed = time_stages(bench, self.source, graph, batches=BATCHES, memory_bytes=memory, within=STAGE_SECONDS)
-        return replace(cluster, stages=(*cluster.stages, *timed.stages))
+        bench = Bench(self.errand, budget_seconds=STAGE_SECONDS, shares={"stages": 1.0})
+        bench.begin("stages", "timing the model's blocks")
+        stages = StageRounds(bench, self.source, graph, batches=BATCHES, memory_bytes=cluster.limit_bytes)
+        Rounds(bench, [stages]).take_all()
+        return replace(cluster, stages=(*cluster.stages, *stages.timed().stages))

@@ -17,7 +17,7 @@ from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.profiling.trial import Trial, try_plan
-from osdp.runtime.agree import planned_by_rank_0
+from osdp.runtime.agree import by_rank_0
 from osdp.training.world import World
 from osdp.tuning.calibrate import Factors, MeasuredStep, calibrate, corrected
 
@@ -159,7 +159,7 @@ class Tuner:
     def _plan(self, rules: Rules, batch: int | None) -> Plan | None:
         cluster = corrected(self.cluster, self.factors)
         try:
-            return planned_by_rank_0(
+            return by_rank_0(
                 partial(
                     plan_graph,
                     self.graph,
