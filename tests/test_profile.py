@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -28,16 +29,14 @@ from osdp.cluster import GROUPS, KINDS, Cluster, Measured
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import OPTIMIZERS, Training
-from osdp.cost.units import Option
 from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, load_model
-from osdp.planfile import FREE, REPLICATE
 from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import groups_of
 from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of
 from osdp.profiling.fit import Point, fit, least_squares, settled
-from osdp.profiling.rounds import Rounds
+from osdp.profiling.rounds import LEAST_ROUNDS, Rounds
 from osdp.profiling.stack import Passes, Stack
 from osdp.profiling.stages import StageRounds, rising
 from osdp.training.errand import Errand
@@ -117,10 +116,8 @@ def test_the_engines_figures_are_read_off_its_passes(word: str) -> None:
     for width, passes in plain.items():
         stack = Stack(width, 1, torch.device("cpu"))
         known = replace(cluster, stages=stack.timed_stages(passes))
-        options = [Option(REPLICATE), Option(FREE), *(each.option for probe in probes_of(cluster) for each in probe)]
-        stacks.append(
-            TimedStack(stack, known, {o: stack.predicted(o, truth.applied(known)) for o in dict.fromkeys(options)})
-        )
+        options = [option for probe in probes_of(cluster) for option in probe.options]
+        stacks.append(TimedStack(stack, known, {o: stack.predicted(o, truth.applied(known)) for o in options}))
     found = fitted(*stacks)
     assert (found.visit_seconds, found.exchange_seconds) == pytest.approx((5e-4, 2e-3), rel=0.02)
     assert found.overlap == pytest.approx(0.7, abs=0.02)
@@ -161,6 +158,16 @@ def test_every_group_of_ranks_is_measured_once() -> None:
 # ---- stages
 
 
+class _Waiting:
+    """Waits in each round as long as it is told, in turn."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = itertools.cycle(seconds)
+
+    def round(self) -> None:
+        time.sleep(next(self._seconds))
+
+
 def _graph(model: ModelSource) -> ModelGraph:
     return capture(model.build_on_meta(), model.inputs, loss=model.loss, name=model.name, compute_dtype="fp32")
 
@@ -169,6 +176,22 @@ def test_a_larger_batch_never_takes_less() -> None:
     assert rising([1.0, 2.0, 4.0]) == (1.0, 2.0, 4.0)
     assert rising([3.0, 1.0, 4.0]) == (2.0, 2.0, 4.0)
     assert rising([5.0, 4.0, 3.0]) == (4.0, 4.0, 4.0)
+
+
+def test_rounds_say_when_the_machines_were_not_steady() -> None:
+    with (
+        started(timeout_seconds=60) as world,
+        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+    ):
+        bench = Bench(errand, budget_seconds=0.2, shares={"rounds": 1.0})
+        bench.begin("rounds", "waiting")
+        steady = Rounds(bench, [_Waiting([0.05])])
+        steady.take_all()
+        assert LEAST_ROUNDS <= len(steady.seconds) < 8 and steady.unsteady() is None
+        unsteady = Rounds(bench, [_Waiting([0.01, 0.1])])
+        for _ in range(6):
+            unsteady.take()
+        assert "something else ran on the machines" in (unsteady.unsteady() or "")
 
 
 @pytest.mark.parametrize("name", ["deep", "gpt-pyramid"])

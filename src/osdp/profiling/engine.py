@@ -49,16 +49,15 @@ _TINY_WEIGHT = 0.3  # of a tiny pass's error: blocks that compute next to nothin
 _FACTOR_WEIGHT = 0.01  # of what a latency's factor differs from 1, beside errors of passes, where these leave it open
 
 
-class Probed(NamedTuple):
-    """A pass of the large stacks, and the collectives in it that it tells of."""
-
-    option: Option
-    which: str
-    collectives: tuple[tuple[str, str], ...]
+Collective = tuple[str, str]  # its kind and group
+Figures = dict[Collective, float]
 
 
-Probe = list[Probed]  # whose collectives slow computation alike
-Figures = dict[tuple[str, str], float]  # by a collective's kind and group
+class Probe(NamedTuple):
+    """Options of the large stacks, and the collectives that they tell of, which slow computation alike."""
+
+    options: tuple[Option, ...]
+    collectives: tuple[Collective, ...]
 
 
 class CheckedPass(NamedTuple):
@@ -103,30 +102,14 @@ class EngineFigures:
 
 def probes_of(cluster: Cluster) -> list[Probe]:
     """Over all ranks first: the others are measured by that."""
-    keep, whole = Option(KEEP), Option(REPLICATE)
-    probes = [
-        [
-            Probed(keep, "forward", ((ALL_GATHER, "world"),)),
-            Probed(keep, "backward", ((REDUCE_SCATTER, "world"),)),
-            Probed(whole, "backward", ((ALL_REDUCE, "world"),)),
-        ]
-    ]
+    over_all = tuple((kind, "world") for kind in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE))
+    probes = [Probe((Option(KEEP), Option(REPLICATE), Option(FREE)), over_all)]
     if KEEP_IN_NODE in modes_for(cluster):
-        inside = Option(KEEP_IN_NODE)
-        probes.append(
-            [
-                Probed(inside, "forward", ((ALL_GATHER, "node"),)),
-                Probed(inside, "backward", ((REDUCE_SCATTER, "node"), (ALL_REDUCE, "across"))),
-            ]
-        )
+        inside = (ALL_GATHER, "node"), (REDUCE_SCATTER, "node"), (ALL_REDUCE, "across")
+        probes.append(Probe((Option(KEEP_IN_NODE),), inside))
     if cluster.has_two_levels:
-        both = Option(KEEP, two_levels=True)
-        probes.append(
-            [
-                Probed(both, "forward", ((ALL_GATHER, "across"),)),
-                Probed(both, "backward", ((REDUCE_SCATTER, "across"),)),
-            ]
-        )
+        across = (ALL_GATHER, "across"), (REDUCE_SCATTER, "across")
+        probes.append(Probe((Option(KEEP, two_levels=True),), across))
     return probes
 
 
@@ -136,7 +119,7 @@ class EngineRounds:
     def __init__(self, bench: Bench, cluster: Cluster, *, largest_bytes: int) -> None:
         self._bench, self._cluster = bench, cluster
         host = [Option(REPLICATE), Option(FREE)]
-        options = list(dict.fromkeys((*(each.option for probe in probes_of(cluster) for each in probe), Option(FREE))))
+        options = [option for probe in probes_of(cluster) for option in probe.options]
         largest_bytes = min(largest_bytes, int(_BLOCK_SHARE * cluster.limit_bytes))
         large = [_large_stack(cluster, largest_bytes, share, bench.device) for share in (_FEW, _MANY)]
         self._turns = [Turns(Stack(TINY_WIDTH, 1, bench.device), host, cluster)]
@@ -175,10 +158,9 @@ class _Unknown:
     """
 
     def __init__(self, probes: Sequence[Probe]) -> None:
-        self._busy = [[pair for each in probe for pair in each.collectives] for probe in probes]
-        first, *others = probes
-        self._factors = [list(each.collectives) for each in first]
-        self._factors += [[pair for each in probe for pair in each.collectives] for probe in others]
+        self._busy = [probe.collectives for probe in probes]
+        over_all, *others = self._busy
+        self._factors = [*((each,) for each in over_all), *others]
 
     def bounds(self) -> tuple[Array, Array, Array]:
         """Where to start, the least and the most."""
@@ -192,9 +174,13 @@ class _Unknown:
 
     def figures(self, values: Array) -> EngineFigures:
         visit, exchange, *rest = values.tolist()
-        busy = {pair: each for pairs, each in zip(self._busy, rest, strict=False) for pair in pairs}
-        factors = zip(self._factors, rest[len(self._busy) :], strict=True)
-        return EngineFigures(visit * _MS, exchange * _MS, busy, {p: each for pairs, each in factors for p in pairs}, ())
+        busy, factors = rest[: len(self._busy)], rest[len(self._busy) :]
+        return EngineFigures(visit * _MS, exchange * _MS, _each(self._busy, busy), _each(self._factors, factors), ())
+
+
+def _each(groups: Sequence[tuple[Collective, ...]], values: Sequence[float]) -> Figures:
+    """The value of its group for every collective."""
+    return {each: value for group, value in zip(groups, values, strict=True) for each in group}
 
 
 def _large_stack(cluster: Cluster, largest_bytes: int, share: float, device: torch.device) -> Stack:

@@ -3,7 +3,8 @@
 [Note: Timed stages]
 Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
-Depth is cut as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Stages of one signature
+Depth is cut in large models as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Small ones
+are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one signature
 are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves out how
 ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
 proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. A larger batch
@@ -42,6 +43,7 @@ from osdp.training.baddays import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
 _TURNS = 2  # in a round
+_WHOLE_PARAMETERS = 50_000_000  # up to these a model is run at its full depth
 _VALUES = 0.02  # the spread of weights where a model cannot initialise its own
 
 
@@ -164,10 +166,11 @@ class StageRounds:
 
 
 def make_subject(source: ModelSource, graph: ModelGraph, device: torch.device) -> Subject:
-    """The model in the compute dtype with weights and memory, cut to few blocks where capture found blocks."""
+    """The model in the compute dtype with weights and memory, cut to few blocks if it is large and capture found some."""
     model = source.build_on_meta()
     blocks = [stage.name for stage in graph.stages if stage.is_block]
-    short = shortened(model, own_blocks(model)) if blocks else None
+    large = sum(parameter.numel() for parameter in model.parameters()) > _WHOLE_PARAMETERS
+    short = shortened(model, own_blocks(model)) if blocks and large else None
     stand_in = {block: block for block in blocks}
     if short is not None:
         stand_in = dict(short.stands_for)

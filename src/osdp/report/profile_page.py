@@ -63,6 +63,7 @@ class ProfilePage:
     optimizers: tuple[OptimizerRow, ...]
     model: str | None
     stages: tuple[TimedStage, ...]
+    rounds: tuple[float, ...]
     notes: tuple[str, ...]
 
 
@@ -85,6 +86,7 @@ def profile_page(profile: Profile) -> ProfilePage:
         ),
         model=profile.model,
         stages=profile.cluster.stages,
+        rounds=profile.rounds,
         notes=profile.notes,
     )
 
@@ -135,6 +137,10 @@ def _collectives(profile: Profile) -> list[CollectiveRow]:
 def print_profile(page: ProfilePage, out: Console) -> None:
     print_heading(out, f"{page.cluster}, measured in {format_seconds(page.seconds)}")
     print_line(out, "errors are a fit's median and worst relative errors")
+    if page.rounds:
+        what = "the engine and the stages" if page.passes and page.stages else "the engine" if page.passes else "stages"
+        shortest, longest = format_seconds(min(page.rounds)), format_seconds(max(page.rounds))
+        print_line(out, f"{what} in {len(page.rounds)} rounds of {shortest} to {longest}")
     _print_figures(page, out)
     if page.collectives:
         _print_collectives(page, out)
