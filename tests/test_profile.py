@@ -2,7 +2,7 @@
 
 - A fit recovers a known line, is not turned by outliers, and times them again.
 - Overlap and the host's time are what makes the model's own formula equal what was measured.
-- Every distinct stage of a model is timed, plain and recomputed, at reduced depth.
+- Every distinct stage of a model is timed, plain and recomputed, at full and at reduced depth.
 - A profile of real ranks reads back, and a plan made with it predicts the seconds that were timed.
 - A rank that stalls ends the other within the timeout, with a sentence; nothing is left half written.
 """
@@ -195,7 +195,9 @@ def test_rounds_say_when_the_machines_were_not_steady() -> None:
 
 
 @pytest.mark.parametrize("name", ["deep", "gpt-pyramid"])
-def test_every_distinct_stage_is_timed(name: str) -> None:
+def test_every_distinct_stage_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "deep":  # at reduced depth
+        monkeypatch.setattr("osdp.profiling.stages._WHOLE_PARAMETERS", 0)
     model = gpt(layers=(7,)) if name == "deep" else source(name)
     graph = _graph(model) if name == "deep" else captured(name, "fp32")
     with (

@@ -3,10 +3,10 @@
 [Note: Timed stages]
 Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
-Depth is cut in large models as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Small ones
-are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one signature
-are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves out how
-ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
+Large models are cut in depth as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Small ones
+are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one
+signature are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves out
+how ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
 proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. A larger batch
 never takes less: where noise says so, both get the mean.
 """
@@ -166,7 +166,7 @@ class StageRounds:
 
 
 def make_subject(source: ModelSource, graph: ModelGraph, device: torch.device) -> Subject:
-    """The model in the compute dtype with weights and memory, cut to few blocks if it is large and capture found some."""
+    """The model in the compute dtype with weights and memory; cut to few blocks if it is large and has any."""
     model = source.build_on_meta()
     blocks = [stage.name for stage in graph.stages if stage.is_block]
     large = sum(parameter.numel() for parameter in model.parameters()) > _WHOLE_PARAMETERS
