@@ -5,8 +5,8 @@ Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph)
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
 Large models are cut in depth as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Small ones
 are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one
-signature are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves out
-how ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
+signature are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves
+out how ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
 proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. A larger batch
 never takes less: where noise says so, both get the mean.
 """
