@@ -15,7 +15,7 @@ from rich.table import Table
 
 T = TypeVar("T")
 Row = dict[str, Any]
-WIDE = 140  # columns of a table that goes to a file
+WIDE = 165  # columns of a table that goes to a file
 
 
 def parser(description: str | None) -> ArgumentParser:
