@@ -1,6 +1,6 @@
 """Runs plans of ten models on simulated clusters and prints the error of every prediction (root needed).
 
-python -m benchmarks.fidelity                     # all of it, about 45 minutes on an idle machine
+python -m benchmarks.fidelity                     # all of it, about 70 minutes on an idle machine
 python -m benchmarks.fidelity --quick             # a few cases, to see that it works
 python -m benchmarks.fidelity --read FILE ...     # tables and plots of results that were saved
 """
