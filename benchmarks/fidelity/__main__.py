@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--worlds", default=",".join(WORLDS), help="default: %(default)s")
     parser.add_argument("--models", default=",".join(NAMES), help="default: %(default)s")
     parser.add_argument("--across", default="1gbit", help="each host's link (default %(default)s)")
-    parser.add_argument("--profile-seconds", type=float, default=20.0, help="before the plans are made (default 20)")
+    parser.add_argument("--profile-seconds", type=float, default=60.0, help="before the plans are made (default 60)")
     parser.add_argument("--ways", help="run these plans of every model, such as 'free,planned' (default: see the code)")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", type=Path, help="write every figure as JSON")

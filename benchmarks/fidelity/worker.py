@@ -21,14 +21,15 @@ from .models import remembered, source_of
 from .plans import cases
 
 TIMEOUT_SECONDS = 120.0
-STEPS, TRIES = 2, 8  # of every plan, in turn with the model's other plans and the profile's rounds
+STEPS, TRIES = 2, 8  # of every plan, in turn with the model's other plans
+TRIES_A_ROUND = 2  # of the profile
 MANY_PLANS = 6  # of one model: their order is judged, which takes twice as many tries
 
 
 def main() -> int:
     parser = ArgumentParser()
     parser.add_argument("--work", required=True, help="JSON: [[model, ways, batches], ...]")
-    parser.add_argument("--profile-seconds", type=float, default=20.0)
+    parser.add_argument("--profile-seconds", type=float, required=True)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     with started(timeout_seconds=TIMEOUT_SECONDS) as world:
@@ -55,10 +56,11 @@ def _measured(
         found = by_rank_0(lambda: list(made))
         errand.watch("the first steps")
         trials = Trials(source, [case.plan for case in found], world)
-        for _ in range(TRIES if len(found) < MANY_PLANS else 2 * TRIES):
+        for number in range(TRIES if len(found) < MANY_PLANS else 2 * TRIES):
             errand.watch("steps")
             trials.take(STEPS)
-            profiling.rounds.take()
+            if number % TRIES_A_ROUND:
+                profiling.rounds.take()
         profile = profiling.profile()
     for case, trial in zip(found, trials.found(), strict=True):
         step = step_graph_of(replace(case.plan, cluster=profile.cluster), graph)

@@ -6,21 +6,31 @@ get in each other's way here as they do in training. Of every try the slowest ra
 median. Where the upper quartile exceeds the lower by more than SPREAD, as many tries are added, twice at most. Short
 actions are run several times a try. All ranks see the same numbers, so they decide alike, also on when a part's time is
 up: then one try must do.
+
+[Note: Processors]
+Four ranks that compute on two processors take turns, and which of them is done first is chance: one and the same pass
+ended after 60 to 130 ms on single ranks. Seconds of processor are steady. So passes that compute and do nothing else
+are timed in these, and multiplied by one `stretch` for all: how much longer it takes by the clock until the slowest
+rank is done with several steps in a row. On accelerators, which nobody shares, passes are timed by the clock.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from osdp.profiling.fit import Array
 from osdp.training.errand import Errand
 
 SPREAD = 1.5
 SHORTEST_TRY_SECONDS = 2e-3
+LONG_TRY_SECONDS, MOST_STEPS = 0.15, 5
 MOST_CALLS, MOST_TRIES, LEAST_TRIES, MOST_ADDED = 500, 25, 3, 2
 
 Action = Callable[[], object]
@@ -36,6 +46,7 @@ class Bench:
         self.spread_out = self.timed = 0
         self._began = time.monotonic()
         self._passed = self._end = 0.0  # of the slowest rank's clock: equal on all
+        self._computed: list[tuple[float, float]] = []  # of runs: the slowest rank's seconds, by clock and of processor
 
     @property
     def passed_seconds(self) -> float:
@@ -69,12 +80,36 @@ class Bench:
         *highest, self._passed = (max(column) for column in zip(*rows, strict=True))
         return highest
 
+    def computed(self, steps: int, run: Callable[[], Array]) -> Array:
+        """The mean of so many runs in a row, in seconds of processor; see [Note: Processors]."""
+        self.together()
+        began = time.perf_counter()
+        found = np.mean([run() for _ in range(steps)], axis=0)
+        wall, busy = self.slowest((time.perf_counter() - began) / steps, float(found.sum()))
+        self._computed.append((wall, busy))
+        return found
+
+    @property
+    def stretch(self) -> float:
+        """By what seconds of processor are multiplied to give those of a clock: the median, by their length."""
+        if self.device.type != "cpu" or not self._computed:
+            return 1.0
+        ordered = sorted((wall / busy, busy) for wall, busy in self._computed)
+        half = sum(busy for _, busy in ordered) / 2
+        passed = itertools.accumulate(busy for _, busy in ordered)
+        return next(ratio for (ratio, _), so_far in zip(ordered, passed, strict=True) if so_far >= half)
+
+    def steps_of_a_try(self, once: float) -> int:
+        """How many steps are timed in a row, if one takes this rank so many seconds; equal on all ranks."""
+        (slowest,) = self.slowest(once)
+        return max(1, min(MOST_STEPS, round(LONG_TRY_SECONDS / max(slowest, 1e-7))))
+
     def seconds(self, action: Action, *, within: float) -> float:
         """Seconds of the action, from tries that take about `within` seconds together."""
         self.watch(self._errand.now)
         action()
         (once,) = self.slowest(self.elapsed(action))
-        calls = max(1, min(MOST_CALLS, int(SHORTEST_TRY_SECONDS / max(once, 1e-7))))
+        calls = calls_of_a_try(once)
         tries = 1 if self.late else max(LEAST_TRIES, min(MOST_TRIES, int(within / (once * calls))))
         found = self._tries(action, calls, tries)
         added = 0
@@ -104,9 +139,18 @@ class Bench:
     def _tries(self, action: Action, calls: int, tries: int) -> list[float]:
         own = []
         for _ in range(tries):
-            dist.barrier()
+            self.together()
             own.append(self.elapsed(action, calls) / calls)
         return self.slowest(*own)
+
+    def together(self) -> None:
+        """Waits until all ranks are here."""
+        dist.barrier()
+
+
+def calls_of_a_try(once: float) -> int:
+    """How often an action is called in a try, if one call takes so many seconds."""
+    return max(1, min(MOST_CALLS, int(SHORTEST_TRY_SECONDS / max(once, 1e-7))))
 
 
 def _spread(seconds: list[float]) -> float:

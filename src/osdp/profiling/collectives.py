@@ -13,25 +13,25 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from osdp.cluster import KINDS, Cluster, Measured, wire_bytes
 from osdp.profiling.bench import Action, Bench
-from osdp.profiling.fit import Fit, Point, settled
+from osdp.profiling.fit import Fit
+from osdp.profiling.rounds import TimedLine
 from osdp.runtime import collectives as carried
 from osdp.runtime.courier import Groups, Job
 from osdp.runtime.meshes import meshes_of
 
-SIZES = tuple(1 << power for power in range(12, 25, 2))  # of the whole, not of a rank's part
+SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24))  # of the whole, not of a rank's part
 SIZES_CUDA = (*SIZES, 1 << 26, 1 << 28)
-LONGEST_SECONDS = 0.5  # of one call: nothing larger is timed then
-ENOUGH_SECONDS = 1.0  # for one collective; with less, every other size is timed: both ends are needed for a line
+LONG_SECONDS = 0.1  # of one call: nothing larger is timed then
 
 
 @dataclass(frozen=True)
 class TimedCollective:
     measured: Measured
     fit: Fit
-    largest_bytes: int
 
 
 class Carrier:
@@ -43,6 +43,13 @@ class Carrier:
         self.meshes = meshes_of(device.type, cluster.nodes, cluster.devices_per_node, carried=carried)
         self._courier = self.meshes.courier if carried else None
         self._stream = None if carried else torch.cuda.Stream(device)
+        self._whole = torch.zeros(0, device=device)
+
+    def _zeros(self, numel: int) -> Tensor:
+        """What is reduced, in place: all jobs share it. Sums of whatever was left in memory may be very slow."""
+        if numel > len(self._whole):
+            self._whole = torch.zeros(numel, device=self.device)
+        return self._whole[:numel]
 
     def start(self, job: Job) -> Callable[[], object]:
         """Begins a collective beside the computation; what is given back waits for it."""
@@ -61,7 +68,7 @@ class Carrier:
         ranks, rank = members.size(), members.rank()
         part = max(1, total_bytes // 4 // ranks)
         empty = partial(torch.empty, dtype=torch.float32, device=self.device)
-        whole = torch.zeros(part * ranks, device=self.device)  # sums of what was left in memory may be very slow
+        whole = self._zeros(part * ranks)
 
         def gather(own: Groups) -> None:
             output = empty(part * ranks)
@@ -88,32 +95,40 @@ def groups_of(cluster: Cluster) -> tuple[str, ...]:
     return ("world",) if 1 in (cluster.nodes, cluster.devices_per_node) else ("world", "node", "across")
 
 
-def time_collectives(bench: Bench, carrier: Carrier, cluster: Cluster, *, within: float) -> list[TimedCollective]:
-    pairs = [(kind, group) for group in groups_of(cluster) for kind in KINDS]
-    found = []
-    for kind, group in pairs:
-        bench.watch(f"{kind} in {group}")
-        found.append(_timed(bench, carrier, kind, group, within / len(pairs)))
-    return found
+class CollectiveRounds:
+    """Every kind of collective in every group, at every size once in a round."""
 
+    def __init__(self, bench: Bench, carrier: Carrier, cluster: Cluster) -> None:
+        self._bench, self._carrier = bench, carrier
+        self._lines = {(kind, group): TimedLine[int](bench) for group in groups_of(cluster) for kind in KINDS}
+        self._largest = {pair: self._admit(*pair) for pair in self._lines}
+        self.round()  # now `timed` knows about what they take
 
-def _timed(bench: Bench, carrier: Carrier, kind: str, group: str, within: float) -> TimedCollective:
-    sizes = SIZES_CUDA if bench.device.type == "cuda" else SIZES
-    sizes = sizes if within >= ENOUGH_SECONDS else sizes[::2]
-    ranks = getattr(carrier.meshes.groups, group).size()
-    began = bench.passed_seconds
+    def _admit(self, kind: str, group: str) -> int:
+        """Takes up sizes until one takes long; gives the largest."""
+        ranks = getattr(self._carrier.meshes.groups, group).size()
+        sizes = SIZES_CUDA if self._bench.device.type == "cuda" else SIZES
+        largest = 0
+        for size in sizes:
+            self._bench.watch(f"{kind} in {group}")
+            moved = wire_bytes(kind, ranks, max(1, size // 4 // ranks) * 4 * ranks)
+            action = self._carrier.action(kind, group, size)
+            once = self._lines[kind, group].admit(size, action, (1.0, moved))
+            largest = size
+            if once > LONG_SECONDS:
+                break
+        return largest
 
-    def late() -> bool:
-        return bench.passed_seconds - began > 2 * within
+    def round(self) -> None:
+        for line in self._lines.values():
+            line.round()
 
-    def timed(size: int) -> Point:
-        seconds = bench.seconds(carrier.action(kind, group, size), within=within / len(sizes))
-        return Point((1.0, wire_bytes(kind, ranks, max(1, size // 4 // ranks) * 4 * ranks)), seconds)
+    @property
+    def largest_bytes(self) -> int:
+        """What every collective was timed with, at least."""
+        return min(self._largest.values())
 
-    points: dict[int, Point] = {}
-    for size in sizes:
-        points[size] = timed(size)
-        if points[size].seconds > LONGEST_SECONDS and len(points) > 1:
-            break
-    line = settled(points, timed, late=late)
-    return TimedCollective(Measured(kind, group, line.first, 1 / line.second), line, max(points))
+    def timed(self) -> list[TimedCollective]:
+        """By all rounds so far."""
+        found = {pair: line.fit() for pair, line in self._lines.items()}
+        return [TimedCollective(Measured(*pair, line.first, 1 / line.second), line) for pair, line in found.items()]

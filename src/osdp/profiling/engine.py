@@ -41,7 +41,6 @@ _GATHER_SECONDS = 0.01  # of a large block, about: what a unit's takes on a slow
 _WEIGHTS, _BYTES = 12, 4  # of a block, times its width squared; of a weight
 _MOST_SECONDS = 0.9
 _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on many
-_TURNS = (2, 1, 1)  # in a round, of tiny blocks and of large ones on few tokens and on many: the short ones more often
 _BLOCK_SHARE = 1 / 128  # of the memory may a block take: of each there are eight, a few times, and their gradients
 _MOST_FACTOR = 4.0  # of a latency
 _MS = 1e-3
@@ -114,25 +113,23 @@ def probes_of(cluster: Cluster) -> list[Probe]:
 
 
 class EngineRounds:
-    """See [Note: Engine]; `cluster` has the device and the collectives as fitted, up to `largest_bytes`."""
+    """See [Note: Engine]; `cluster` has the device, and collectives about as they are, up to `largest_bytes`."""
 
     def __init__(self, bench: Bench, cluster: Cluster, *, largest_bytes: int) -> None:
-        self._bench, self._cluster = bench, cluster
         host = [Option(REPLICATE), Option(FREE)]
         options = [option for probe in probes_of(cluster) for option in probe.options]
         largest_bytes = min(largest_bytes, int(_BLOCK_SHARE * cluster.limit_bytes))
         large = [_large_stack(cluster, largest_bytes, share, bench.device) for share in (_FEW, _MANY)]
-        self._turns = [Turns(Stack(TINY_WIDTH, 1, bench.device), host, cluster)]
-        self._turns += [Turns(stack, options, cluster) for stack in large]
+        self._turns = [Turns(bench, Stack(TINY_WIDTH, 1, bench.device), host, cluster)]
+        self._turns += [Turns(bench, stack, options, cluster) for stack in large]
 
     def round(self) -> None:
-        for turns, number in zip(self._turns, _TURNS, strict=True):
-            for _ in range(number):
-                turns.take()
+        for turns in self._turns:
+            turns.take()
 
-    def figures(self) -> EngineFigures:
-        """By all rounds so far; rank 0 computes them, as others would be in its way."""
-        stacks = [TimedStack.of(turns, self._cluster, self._bench) for turns in self._turns]
+    def figures(self, cluster: Cluster) -> EngineFigures:
+        """By all rounds so far and the cluster's collectives; rank 0 computes them, as others would be in its way."""
+        stacks = [TimedStack.of(turns, cluster) for turns in self._turns]
         return by_rank_0(lambda: fitted(*stacks))
 
 
@@ -203,8 +200,8 @@ class TimedStack:
     passes: Mapping[Option, Passes]
 
     @staticmethod
-    def of(turns: Turns, cluster: Cluster, bench: Bench) -> TimedStack:
-        plain, *timed = turns.passes(bench)
+    def of(turns: Turns, cluster: Cluster) -> TimedStack:
+        plain, *timed = turns.passes()
         cluster = replace(cluster, stages=turns.stack.timed_stages(plain))
         return TimedStack(turns.stack, cluster, dict(zip(turns.options, timed, strict=True)))
 

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from osdp.cluster import TimedOptimizer
 from osdp.cost.training import OPTIMIZERS
 from osdp.profiling.bench import Bench
-from osdp.profiling.fit import Fit, Point, settled
+from osdp.profiling.fit import Fit
+from osdp.profiling.rounds import TimedLine
 from osdp.training.optimizer import make_optimizer
 
 _WIDTH = 256
@@ -26,27 +27,26 @@ class FittedOptimizer:
     fit: Fit
 
 
-def time_optimizers(bench: Bench, mesh: DeviceMesh, *, master: torch.dtype, within: float) -> list[FittedOptimizer]:
+class OptimizerRounds:
     """Every optimizer of `osdp plan --optimizer`; `master` is the dtype in which parameters are updated."""
-    each = within / (len(OPTIMIZERS) * len(CASES))
-    found = []
-    for name in OPTIMIZERS:
-        bench.watch(f"the step of {name}")
 
-        def timed(case: tuple[int, int], name: str = name) -> Point:
-            tensors, nbytes = case
+    def __init__(self, bench: Bench, mesh: DeviceMesh, *, master: torch.dtype) -> None:
+        self._lines = {name: TimedLine[tuple[int, int]](bench) for name in OPTIMIZERS}
+        for tensors, nbytes in CASES:
             model = _held(tensors, nbytes, mesh, master)
-            optimizer = make_optimizer(model, name, lr=1e-3, weight_decay=0.1)
-            return Point((tensors, tensors * nbytes), bench.seconds(optimizer.step, within=each))
+            for name, line in self._lines.items():
+                bench.watch(f"the step of {name}")
+                optimizer = make_optimizer(model, name, lr=1e-3, weight_decay=0.1)
+                line.admit((tensors, nbytes), optimizer.step, (tensors, tensors * nbytes))
 
-        points: dict[tuple[int, int], Point] = {}
-        for case in CASES:
-            points[case] = timed(case)
-            if bench.late and len(points) >= 4:
-                break
-        line = settled(points, timed, late=lambda: bench.late)
-        found.append(FittedOptimizer(TimedOptimizer(name, line.first, line.second), line))
-    return found
+    def round(self) -> None:
+        for line in self._lines.values():
+            line.round()
+
+    def timed(self) -> list[FittedOptimizer]:
+        """By all rounds so far."""
+        found = {name: line.fit() for name, line in self._lines.items()}
+        return [FittedOptimizer(TimedOptimizer(name, line.first, line.second), line) for name, line in found.items()]
 
 
 def _held(tensors: int, nbytes: int, mesh: DeviceMesh, dtype: torch.dtype) -> nn.Module:

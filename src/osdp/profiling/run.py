@@ -13,20 +13,21 @@ import torch
 from osdp.cluster import Cluster, Device
 from osdp.cost.training import PRECISIONS
 from osdp.profiling.bench import SPREAD, Bench
-from osdp.profiling.collectives import Carrier, TimedCollective, time_collectives
+from osdp.profiling.collectives import Carrier, CollectiveRounds, TimedCollective
 from osdp.profiling.compute import Rate, kernel_seconds, memory_rate, product_rates
 from osdp.profiling.engine import EngineFigures, EngineRounds
 from osdp.profiling.machine import Machine, look_around
-from osdp.profiling.optimizer import FittedOptimizer, time_optimizers
+from osdp.profiling.optimizer import FittedOptimizer, OptimizerRounds
 from osdp.profiling.rounds import Rounds
 from osdp.profiling.stages import StageRounds, TimedStages
+from osdp.runtime.agree import by_rank_0
 from osdp.training.errand import Errand
 from osdp.training.world import World, started
 
 if TYPE_CHECKING:
     from osdp.model.source import ModelSource
 
-_SHARES = {"device": 0.1, "collectives": 0.2, "optimizer": 0.1, "rounds": 0.6}
+_SHARES = {"device": 0.1, "rounds": 0.9}
 
 
 @dataclass(frozen=True)
@@ -102,28 +103,27 @@ class Profiling:
 
     def __init__(self, wanted: Wanted, errand: Errand) -> None:
         self.wanted, self.world = wanted, errand.world
-        shares = {part: share for part, share in _SHARES.items() if self._needs(part)}
-        self.bench = Bench(errand, budget_seconds=wanted.seconds, shares=shares)
+        self.bench = Bench(errand, budget_seconds=wanted.seconds, shares=_SHARES)
         # Blocks of the user's may return views; nobody changes them in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         self.machine = look_around(self.world, nodes=wanted.nodes, devices_per_node=wanted.devices_per_node)
         self.precision = wanted.precision or ("fp32" if self.world.device.type == "cpu" else "bf16")
         with torch.no_grad():
             self.rates, device = self._device(self.machine)
-        cluster = replace(self.machine.cluster, device=device)
-        carrier = Carrier(cluster, self.world.device)
-        self.collectives = self._collectives(carrier, cluster)
-        cluster = replace(cluster, measured=tuple(each.measured for each in self.collectives))
-        self.optimizers = self._optimizers(carrier)
-        self.cluster = replace(cluster, optimizers=tuple(each.timed for each in self.optimizers))
+        self.cluster = replace(self.machine.cluster, device=device)
         self._begin_rounds()
-        self.engine = self._engine()
+        carrier = Carrier(self.cluster, self.world.device)
+        self.collectives = CollectiveRounds(self.bench, carrier, self.cluster) if self.world.size > 1 else None
+        self.optimizers = self._optimizers(carrier)
+        self.engine = None if self.collectives is None else self._engine(self.collectives)
         self.stages = self._stages()
-        self.rounds = Rounds(self.bench, [part for part in (self.engine, self.stages) if part is not None])
+        parts = (self.collectives, self.optimizers, self.engine, self.stages)
+        self.rounds = Rounds(self.bench, [part for part in parts if part is not None])
 
     def profile(self) -> Profile:
-        cluster, collectives = self.cluster, self.collectives
-        engine = None if self.engine is None else self.engine.figures()
+        collectives = [] if self.collectives is None else self.collectives.timed()
+        optimizers, cluster = self.optimizers.timed(), _with(self.cluster, collectives)
+        engine = None if self.engine is None else self.engine.figures(cluster)
         if engine is not None:
             cluster = engine.applied(cluster)
             both = zip(collectives, cluster.measured, strict=True)
@@ -131,12 +131,17 @@ class Profiling:
         stages = None if self.stages is None else self.stages.timed()
         self.bench.slowest(0.0)
         return Profile(
-            cluster=replace(cluster, name=f"{cluster.word}, profiled", stages=() if stages is None else stages.stages),
+            cluster=replace(
+                cluster,
+                name=f"{cluster.word}, profiled",
+                optimizers=tuple(each.timed for each in optimizers),
+                stages=() if stages is None else stages.stages,
+            ),
             catalogue=self.machine.catalogue,
             rates=tuple(self.rates),
             collectives=tuple(collectives),
             engine=engine,
-            optimizers=tuple(self.optimizers),
+            optimizers=tuple(optimizers),
             stages=stages,
             rounds=tuple(self.rounds.seconds),
             model=None if self.wanted.source is None else self.wanted.source.name,
@@ -153,34 +158,27 @@ class Profiling:
         rates = [*product_rates(bench, kernel, within=share * 0.7), memory_rate(bench, kernel, within=share / 4)]
         return rates, measured_device(machine.cluster.device, rates, kernel, ranks=world.size)
 
-    def _collectives(self, carrier: Carrier, cluster: Cluster) -> list[TimedCollective]:
-        if self.world.size == 1:
-            return []
-        share = self.bench.begin("collectives", f"collectives between {self.world.size} ranks")
-        return time_collectives(self.bench, carrier, cluster, within=share)
-
-    def _optimizers(self, carrier: Carrier) -> list[FittedOptimizer]:
-        share = self.bench.begin("optimizer", "optimizers")
-        master = torch.bfloat16 if PRECISIONS[self.precision].master_bytes == 2 else torch.float32
-        return time_optimizers(self.bench, carrier.meshes.world, master=master, within=share)
-
     def _begin_rounds(self) -> None:
-        if self._needs("rounds"):
-            parts = ["the engine on stacks of blocks"] if self.world.size > 1 else []
-            parts += [] if self.wanted.source is None else [f"the stages of {self.wanted.source.name}"]
-            self.bench.begin("rounds", f"{' and '.join(parts)}, in turn")
+        parts = ["optimizers"]
+        if self.world.size > 1:
+            parts = ["collectives", *parts, "the engine on stacks of blocks"]
+        if self.wanted.source is not None:
+            parts.append(f"the stages of {self.wanted.source.name}")
+        self.bench.begin("rounds", f"in turn: {', '.join(parts)}")
 
-    def _engine(self) -> EngineRounds | None:
-        if self.world.size == 1:
-            return None
-        largest = min(each.largest_bytes for each in self.collectives)
-        return EngineRounds(self.bench, self.cluster, largest_bytes=largest)
+    def _optimizers(self, carrier: Carrier) -> OptimizerRounds:
+        master = torch.bfloat16 if PRECISIONS[self.precision].master_bytes == 2 else torch.float32
+        return OptimizerRounds(self.bench, carrier.meshes.world, master=master)
+
+    def _engine(self, collectives: CollectiveRounds) -> EngineRounds:
+        cluster = _with(self.cluster, collectives.timed())
+        return EngineRounds(self.bench, cluster, largest_bytes=collectives.largest_bytes)
 
     def _stages(self) -> StageRounds | None:
         source = self.wanted.source
         if source is None:
             return None
-        graph = source.capture(PRECISIONS[self.precision].compute_dtype)
+        graph = by_rank_0(lambda: source.capture(PRECISIONS[self.precision].compute_dtype))
         batches, memory = self.wanted.batches, self.cluster.limit_bytes
         return StageRounds(self.bench, source, graph, batches=batches, memory_bytes=memory)
 
@@ -198,10 +196,9 @@ class Profiling:
             notes.append(f"{stages.stopped}: larger batches were not timed")
         return notes
 
-    def _needs(self, part: str) -> bool:
-        if part == "rounds":
-            return self.world.size > 1 or self.wanted.source is not None
-        return self.world.size > 1 or part in ("device", "optimizer")
+
+def _with(cluster: Cluster, collectives: Sequence[TimedCollective]) -> Cluster:
+    return replace(cluster, measured=tuple(each.measured for each in collectives))
 
 
 def measured_device(form: Device, rates: Sequence[Rate], kernel: float, *, ranks: int) -> Device:

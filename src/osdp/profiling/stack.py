@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.api import plan_units
@@ -23,6 +22,8 @@ from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, output_loss
 from osdp.planfile import unpriced_plan
 from osdp.profiling.bench import Bench
+from osdp.profiling.rounds import typical
+from osdp.runtime.agree import by_rank_0
 from osdp.runtime.apply import parallelize
 
 BLOCKS, LENGTH, HEAD_WIDTH = 8, 16, 64
@@ -64,12 +65,14 @@ class Stack:
 
     def __init__(self, width: int, batch: int, device: torch.device) -> None:
         self.width, self.batch, self._device = width, batch, device
-        graph = _captured(width)
+        graph = by_rank_0(lambda: _captured(width))
         self._stages = graph.stages
         self._layout = Shapes(graph).layout([Shape(WHOLE)] * len(graph.stages))
 
     def plain(self) -> Run:
-        return self._run(_Blocks(self.width).to(self._device))
+        """The blocks without the engine, in seconds of processor; see [Note: Processors]."""
+        clock = time.process_time if self._device.type == "cpu" else time.perf_counter
+        return self._run(_Blocks(self.width).to(self._device), clock)
 
     def under(self, option: Option, cluster: Cluster) -> Run:
         """The blocks under the real engine, each a unit that takes this option."""
@@ -85,10 +88,11 @@ class Stack:
             batch_size=self.batch,
         )
         parallelize(model, plan, device_type=self._device.type)
-        return self._run(model)
+        return self._run(model, time.perf_counter)
 
-    def _run(self, model: nn.Module) -> Run:
-        return partial(_timed_passes, model, torch.ones(self.batch, LENGTH, self.width, device=self._device))
+    def _run(self, model: nn.Module, clock: Callable[[], float]) -> Run:
+        values = torch.ones(self.batch, LENGTH, self.width, device=self._device)
+        return partial(_timed_passes, model, values, clock)
 
     def timed_stages(self, plain: Passes) -> tuple[TimedStage, ...]:
         """A stack's passes, as timed without the engine, divided over its blocks."""
@@ -110,42 +114,45 @@ class Stack:
         return Passes(*(graph.pass_seconds(each) for each in Passes._fields))
 
 
-def _timed_passes(model: nn.Module, values: Tensor) -> Passes:
-    """This rank's seconds; all ranks begin each pass together, as ranks that share processors slow each other."""
-    began = _now(values.device)
+def _timed_passes(model: nn.Module, values: Tensor, clock: Callable[[], float]) -> Passes:
+    """This rank's seconds."""
+
+    def now() -> float:
+        if values.device.type == "cuda":
+            torch.cuda.synchronize()
+        return clock()
+
+    began = now()
     loss = model(values)
-    turned = _now(values.device)
-    dist.barrier()
-    again = _now(values.device)
+    turned = now()
     loss.backward()
-    ended = _now(values.device)
+    ended = now()
     model.zero_grad(set_to_none=True)
-    return Passes(turned - began, ended - again)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return perf_counter()
+    return Passes(turned - began, ended - turned)
 
 
 class Turns:
     """A stack's passes under a few options, in turn with those of its blocks without the engine."""
 
-    def __init__(self, stack: Stack, options: Sequence[Option], cluster: Cluster) -> None:
-        self.stack, self.options = stack, options
-        self._runs = [stack.plain(), *(stack.under(option, cluster) for option in options)]
+    def __init__(self, bench: Bench, stack: Stack, options: Sequence[Option], cluster: Cluster) -> None:
+        self.stack, self.options, self._bench = stack, options, bench
+        self._plain = stack.plain()
+        self._runs = [stack.under(option, cluster) for option in options]
         self._taken: list[list[Passes]] = []
-        for run in self._runs:
-            run()
+        for run in (self._plain, *self._runs):
+            run()  # warms up
+        self._steps = bench.steps_of_a_try(sum(self._plain()))
 
     def take(self) -> None:
-        self._taken.append([])
+        own = [Passes(*self._bench.computed(self._steps, lambda: np.array(self._plain())))]
         for run in self._runs:
-            dist.barrier()
-            self._taken[-1].append(run())
+            self._bench.together()
+            own.append(run())
+        self._taken.append(own)
 
-    def passes(self, bench: Bench) -> list[Passes]:
-        """The slowest rank's medians: without the engine, then of every option."""
-        slowest = bench.slowest(*np.median(np.array(self._taken), axis=0).flatten().tolist())
-        return [Passes(*seconds) for seconds in np.array(slowest).reshape(len(self._runs), -1).tolist()]
+    def passes(self) -> list[Passes]:
+        """What is typical of the slowest rank: without the engine, then of every option."""
+        slowest = self._bench.slowest(*typical(np.array(self._taken)).flatten().tolist())
+        found = np.array(slowest).reshape(1 + len(self._runs), -1)
+        found[0] *= self._bench.stretch
+        return [Passes(*seconds) for seconds in found.tolist()]

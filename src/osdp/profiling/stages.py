@@ -5,10 +5,9 @@ Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph)
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
 Large models are cut in depth as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Small ones
 are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one
-signature are averaged. Each pass begins on all ranks together. Of several steps a rank's median counts, which leaves
-out how ranks on one processor happen to take turns, and of the ranks the slowest; it is divided over the stages in the
-proportion of their means over steps and ranks, so that the stages' seconds add up to what a pass took. A larger batch
-never takes less: where noise says so, both get the mean.
+signature are averaged. What is typical of a pass (see `typical`, and [Note: Processors]) is divided over the stages in
+the proportion of their means, so that the stages' seconds add up to what a pass took. A larger batch never takes less:
+where noise says so, both get the mean.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +36,7 @@ from osdp.model.source import ModelSource
 from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
 from osdp.profiling.bench import Bench
+from osdp.profiling.rounds import typical
 from osdp.runtime.initialize import initialize
 from osdp.training.baddays import is_out_of_memory
 
@@ -51,20 +50,12 @@ Run = Callable[[], NDArray[Any]]  # seconds of every stage, a row of forward and
 
 
 class Clock(Recorder):
-    """Takes the time at every mark, where the recorder counts kernels."""
+    """Takes the time at every mark, where the recorder counts kernels: that of processors, or an accelerator's."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(set())
         self._cuda = device.type == "cuda"
         self._times: list[Any] = []
-        self._waited = 0.0
-
-    def together(self) -> None:
-        """Begins a pass with the other ranks, whose processors these may be too; what that takes does not count."""
-        if not self._cuda:
-            began = time.perf_counter()
-            dist.barrier()
-            self._waited += time.perf_counter() - began
 
     def mark(self, kind: str, name: str, again: bool = False) -> None:
         self.trace.marks.append(Mark(kind, name, again))
@@ -73,7 +64,7 @@ class Clock(Recorder):
             event.record()
             self._times.append(event)
         else:
-            self._times.append(time.perf_counter() - self._waited)
+            self._times.append(time.process_time())
 
     def seconds(self) -> list[float]:
         """Of every mark, since the first."""
@@ -124,14 +115,15 @@ class StageRounds:
             self._stopped = f"batch {batch} needs about {need / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
             return False
         self._bench.watch(f"the model's stages at batch {batch}")
-        self._runs[batch] = self._runs_of(batch)
-        try:
-            for run in self._runs[batch]:
-                _tried(self._bench, run, batch)
-        except _OutOfMemory:
-            self._stopped = f"batch {batch} ran out of memory"
-            return False
-        self._taken[batch] = []
+        runs = []
+        for run in self._runs_of(batch):
+            first, second = (_tried(self._bench, run) for _ in range(2))  # the first warms up
+            if first is None or second is None:
+                self._stopped = f"batch {batch} ran out of memory"
+                return False
+            steps = self._bench.steps_of_a_try(float(second.sum()))
+            runs.append(functools.partial(self._bench.computed, steps, run))
+        self._runs[batch], self._taken[batch] = runs, []
         return True
 
     def _runs_of(self, batch: int) -> list[Run]:
@@ -148,20 +140,14 @@ class StageRounds:
     def round(self) -> None:
         for _ in range(_TURNS):
             for batch, taken in self._taken.items():
-                dist.barrier()
-                taken.append([_tried(self._bench, run, batch) for run in self._runs[batch]])
+                taken.append([run() for run in self._runs[batch]])
 
     def timed(self) -> TimedStages:
         """By all rounds so far."""
-        found = {
-            batch: {
-                again: _of_graph(
-                    self._graph, self._subject, _typical(self._bench, [turn[index] for turn in turns]), again
-                )
-                for index, again in enumerate(self._order)
-            }
-            for batch, turns in self._taken.items()
-        }
+        found = {}
+        for batch, turns in self._taken.items():
+            runs = zip(self._order, _typical(self._bench, turns), strict=True)
+            found[batch] = {again: _of_graph(self._graph, self._subject, run, again) for again, run in runs}
         return TimedStages(tuple(_collected(self._graph, found)), tuple(found), self._stopped)
 
 
@@ -220,34 +206,25 @@ def _known_tokens(model: nn.Module) -> int:
     return stated if isinstance(stated, int) else min(tables, default=2)
 
 
-class _OutOfMemory(OsdpError):
-    """Some rank has no memory for a batch; raised on all."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(f"memory ran out in the model's stages at batch {batch}; give a smaller --batches")
-
-
-def _typical(bench: Bench, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Of each pass the slowest rank's median, divided over stages as all ranks' passes are on the mean."""
-    everyone = np.array(bench.world.all_numbers(*np.stack(rows).flatten().tolist()))
-    everyone = everyone.reshape(bench.world.size, len(rows), -1, 2)
-    passes = np.median(everyone.sum(axis=2), axis=1).max(axis=0)
-    mean = everyone.mean(axis=(0, 1))
-    return mean / np.maximum(mean.sum(axis=0), 1e-12) * passes
+def _typical(bench: Bench, turns: Sequence[Sequence[NDArray[Any]]]) -> NDArray[Any]:
+    """Of each run's passes what is typical of the slowest rank, divided over stages as they are on the mean."""
+    own = np.array(turns)  # turns, runs, stages, passes
+    passes, mean = (
+        np.array(bench.slowest(*each.flatten().tolist())).reshape(each.shape)
+        for each in (typical(own.sum(axis=2)), own.mean(axis=0))
+    )
+    return mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-12) * passes[:, None] * bench.stretch
 
 
-def _tried(bench: Bench, run: Run, batch: int) -> NDArray[Any]:
-    """A step on all ranks, or the word on all that memory is out on some."""
+def _tried(bench: Bench, run: Run) -> NDArray[Any] | None:
+    """A step on all ranks; None on all where memory is out on some."""
     seconds: NDArray[Any] | None = None
     try:
         seconds = run()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-    if bench.slowest(float(seconds is None))[0]:
-        raise _OutOfMemory(batch)
-    assert seconds is not None
-    return seconds
+    return None if bench.slowest(float(seconds is None))[0] else seconds
 
 
 def _step(
@@ -269,12 +246,10 @@ def _step(
             checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
         )
     try:
-        clock.together()
         clock.mark("begin", "")
         scalar = loss(model(*args, **kwargs))
         clock.trace.backward_mark = len(clock.trace.marks)
         clock.mark("turn", "")
-        clock.together()
         hooks.in_backward = True
         scalar.backward()
         clock.mark("end", "")

@@ -138,9 +138,8 @@ def print_profile(page: ProfilePage, out: Console) -> None:
     print_heading(out, f"{page.cluster}, measured in {format_seconds(page.seconds)}")
     print_line(out, "errors are a fit's median and worst relative errors")
     if page.rounds:
-        what = "the engine and the stages" if page.passes and page.stages else "the engine" if page.passes else "stages"
         shortest, longest = format_seconds(min(page.rounds)), format_seconds(max(page.rounds))
-        print_line(out, f"{what} in {len(page.rounds)} rounds of {shortest} to {longest}")
+        print_line(out, f"all but the device in {len(page.rounds)} rounds of {shortest} to {longest}")
     _print_figures(page, out)
     if page.collectives:
         _print_collectives(page, out)
