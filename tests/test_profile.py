@@ -29,6 +29,7 @@ from osdp.cluster import GROUPS, KINDS, Cluster, Measured
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import OPTIMIZERS, Training
+from osdp.cost.units import OPERATORS, WHOLE
 from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, load_model
@@ -36,7 +37,7 @@ from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import groups_of
 from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of
 from osdp.profiling.fit import Point, fit, least_squares, settled
-from osdp.profiling.rounds import LEAST_ROUNDS, Rounds
+from osdp.profiling.rounds import LEAST_ROUNDS, Rounds, TimedLine, typical
 from osdp.profiling.stack import Passes, Stack
 from osdp.profiling.stages import StageRounds, rising
 from osdp.training.errand import Errand
@@ -110,16 +111,18 @@ def test_the_engines_figures_are_read_off_its_passes(word: str) -> None:
     busy = {(kind, group): {"world": 0.3, "node": 0.9, "across": 0.5}[group] for kind, group in pairs}
     busy |= {("all_reduce", "across"): 0.9} if len(pairs) > 3 else {}
     factor = {pair: 0.9 + 0.1 * number for number, pair in enumerate(pairs) if pair[1] == "world"}
-    truth = EngineFigures(5e-4, 2e-3, busy, factor, ())
-    plain = {TINY_WIDTH: Passes(8e-3, 1.6e-2), 256: Passes(0.02, 0.04), 320: Passes(0.16, 0.32)}
+    truth = EngineFigures(5e-4, 2e-3, 1e-4, busy, factor, ())
+    tiny, few, many = Passes(8e-3, 1.6e-2), Passes(0.02, 0.04), Passes(0.16, 0.32)
+    cases = (TINY_WIDTH, WHOLE, tiny), (TINY_WIDTH, OPERATORS, tiny), (256, WHOLE, few), (320, WHOLE, many)
     stacks = []
-    for width, passes in plain.items():
-        stack = Stack(width, 1, torch.device("cpu"))
+    for width, granularity, passes in cases:
+        stack = Stack(width, 1, torch.device("cpu"), granularity)
         known = replace(cluster, stages=stack.timed_stages(passes))
         options = [option for probe in probes_of(cluster) for option in probe.options]
         stacks.append(TimedStack(stack, known, {o: stack.predicted(o, truth.applied(known)) for o in options}))
     found = fitted(*stacks)
     assert (found.visit_seconds, found.exchange_seconds) == pytest.approx((5e-4, 2e-3), rel=0.02)
+    assert found.tensor_seconds == pytest.approx(1e-4, rel=0.05)
     assert found.overlap == pytest.approx(0.7, abs=0.02)
     assert found.busy == pytest.approx({pair: busy[pair] for pair in found.busy}, abs=0.05)
     assert {pair: found.factor[pair] for pair in factor} == pytest.approx(factor, rel=0.02)
@@ -153,6 +156,62 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_
 def test_every_group_of_ranks_is_measured_once() -> None:
     assert groups_of(Cluster.parse("4xCPU")) == groups_of(Cluster.parse("4x1xCPU")) == ("world",)
     assert groups_of(Cluster.parse("2x2xCPU")) == GROUPS and groups_of(Cluster.parse("CPU")) == ()
+
+
+# ---- rounds
+
+
+def test_slow_turns_do_not_change_what_things_take_beside_each_other() -> None:
+    """Four turns, each slow as a whole by another factor: the parts are exact, the whole is that of the median turn."""
+    one = np.array([[1.0, 3.0], [2.0, 6.0]])
+    taken = np.array([1.0, 1.1, 1.5, 1.9, 4.0])[:, None, None] * one
+    assert typical(taken) == pytest.approx(1.5 * one)
+    taken[3, 0, 0] *= 10  # and one that goes astray alone does not turn them
+    assert typical(taken)[1, 1] == pytest.approx(1.5 * 6.0, rel=0.2)
+
+
+class _Pretended:
+    """An action that takes what it is told, in turn, by a clock of its own."""
+
+    def __init__(self, *seconds: float) -> None:
+        self._seconds = itertools.cycle(seconds)
+
+    def __call__(self) -> None:
+        time.sleep(next(self._seconds))
+
+
+def test_a_line_goes_through_the_medians_of_all_rounds() -> None:
+    """Amounts of 1, 2 and 4, of which the second is slow in some rounds: 5 ms each in the median."""
+    with (
+        started(timeout_seconds=60) as world,
+        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+    ):
+        line = TimedLine[int](Bench(errand, budget_seconds=1))
+        for amount in (1, 2, 4):
+            slow = 0.05 if amount == 2 else 0.0
+            line.admit(amount, _Pretended(*(5e-3 * amount + each for each in (0.0, 0.0, slow, 0.0))), (0.0, amount))
+        for _ in range(7):
+            line.round()
+        fitted_line = line.fit()
+    assert fitted_line.second == pytest.approx(5e-3, rel=0.15) and fitted_line.outliers == 0
+
+
+@pytest.mark.parametrize("busy", [0.002, 0.01])
+def test_what_is_computed_counts_in_seconds_of_processor_times_a_stretch(busy: float) -> None:
+    """A run that computes for a while, says so, and is kept from the processor for as long again."""
+
+    def run() -> np.ndarray:
+        time.sleep(2 * busy)
+        return np.array([busy / 4, busy * 3 / 4])
+
+    with (
+        started(timeout_seconds=60) as world,
+        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+    ):
+        bench = Bench(errand, budget_seconds=1)
+        assert bench.stretch == 1.0  # nothing ran yet
+        assert bench.computed(3, run) == pytest.approx([busy / 4, busy * 3 / 4])
+        assert bench.stretch == pytest.approx(2.0, rel=0.3)
 
 
 # ---- stages

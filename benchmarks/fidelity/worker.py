@@ -7,11 +7,9 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from osdp.cost.graph import step_graph_of
-from osdp.profiling.run import Profiling, Wanted
+from osdp.profiling.run import Wanted, profile_in
 from osdp.profiling.trial import Trials
 from osdp.runtime.agree import by_rank_0
 from osdp.training.errand import Errand
@@ -22,7 +20,6 @@ from .plans import cases
 
 TIMEOUT_SECONDS = 120.0
 STEPS, TRIES = 2, 8  # of every plan, in turn with the model's other plans
-TRIES_A_ROUND = 2  # of the profile
 MANY_PLANS = 6  # of one model: their order is judged, which takes twice as many tries
 
 
@@ -43,38 +40,30 @@ def main() -> int:
 def _measured(
     world: World, model: str, ways: list[str], batches: list[int], profile_seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """A profile of a few rounds, plans by that, then steps of the plans and rounds of the profile in turn."""
+    """A profile, plans by that, then steps of the plans in turn."""
     source = remembered(source_of(model))
     graph = source.capture("fp32")
     wanted = Wanted(source, tuple(batches), "fp32", profile_seconds, TIMEOUT_SECONDS, None, None, quiet=True)
+    profile = profile_in(world, wanted)
     with Errand(world, timeout_seconds=TIMEOUT_SECONDS, quiet=True).under_way() as errand:
-        profiling = Profiling(wanted, errand)
-        profiling.rounds.take_all()
-        before = profiling.profile().cluster
         errand.watch("planning")
-        made = cases(model, graph, before, ways=tuple(ways), batches=tuple(batches))
+        made = cases(model, graph, profile.cluster, ways=tuple(ways), batches=tuple(batches))
         found = by_rank_0(lambda: list(made))
         errand.watch("the first steps")
         trials = Trials(source, [case.plan for case in found], world)
-        for number in range(TRIES if len(found) < MANY_PLANS else 2 * TRIES):
+        for _ in range(TRIES if len(found) < MANY_PLANS else 2 * TRIES):
             errand.watch("steps")
             trials.take(STEPS)
-            if number % TRIES_A_ROUND:
-                profiling.rounds.take()
-        profile = profiling.profile()
     for case, trial in zip(found, trials.found(), strict=True):
-        step = step_graph_of(replace(case.plan, cluster=profile.cluster), graph)
         yield {
             "model": model,
             "way": case.way,
             "ranks": world.size,
-            "nodes": before.nodes,
+            "nodes": profile.cluster.nodes,
             "batch": case.plan.batch_size,
             "step_seconds": trial.step_seconds,
             "tries": trial.tries,
             "peak_bytes": trial.peak_bytes,
-            "expected_seconds": step.simulated_seconds(),
-            "phases_seconds": step.time().total,
             "rounds": profile.rounds,
             "plan": case.plan.to_dict(),
         }

@@ -32,7 +32,8 @@ class Cluster:
     device and direction, `network.bytes_per_second` per node and direction. `overlap` is the part of the shorter of
     compute and communication that hides behind the longer: 1 where they run side by side, 0 one after the other.
     The host's own time is `visit_seconds` for a unit's forward, or its backward, and `exchange_seconds` for one gather
-    or reduction of a unit. A profile measures these, and times `stages` and `optimizers`.
+    or reduction of a unit and `tensor_seconds` for every parameter in it. A profile measures these, and times `stages`
+    and `optimizers`.
     """
 
     nodes: int
@@ -46,6 +47,7 @@ class Cluster:
     reserve_fraction: float
     visit_seconds: float = 0.0
     exchange_seconds: float = 0.0
+    tensor_seconds: float = 0.0
     stages: tuple[TimedStage, ...] = ()
     optimizers: tuple[TimedOptimizer, ...] = ()
     name: str = ""
@@ -62,7 +64,7 @@ class Cluster:
         object.__setattr__(self, "overlap", float(self.overlap))
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is {self.overlap!r} but must be true, false or a number from 0 to 1")
-        for key in ("visit_seconds", "exchange_seconds"):
+        for key in ("visit_seconds", "exchange_seconds", "tensor_seconds"):
             if not 0 <= getattr(self, key) < 1:
                 raise UsageError(f"{key} is {getattr(self, key)!r} but must be at least 0 and below 1")
         pairs = [(each.kind, each.group) for each in self.measured]
@@ -136,6 +138,7 @@ class Cluster:
             "overlap": self.overlap,
             "visit_seconds": self.visit_seconds,
             "exchange_seconds": self.exchange_seconds,
+            "tensor_seconds": self.tensor_seconds,
             "node_link": self.node_link.to_dict(),
             "network": self.network.to_dict(),
             "device": self.device.to_dict(),

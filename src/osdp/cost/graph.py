@@ -10,7 +10,7 @@ follow it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from osdp.cluster import Cluster
@@ -53,10 +53,6 @@ class StepGraph:
     cluster: Cluster
     nodes: tuple[Node, ...]
 
-    def pass_seconds(self, which: str) -> float:
-        """Seconds of all forward passes, or of all backward passes, of a step."""
-        return replace(self, nodes=tuple(node for node in self.nodes if node.phase == which)).time().total
-
     def time(self) -> StepTime:
         """Sums the phases: both streams of each, side by side or one after the other; see [Note: Phase]."""
         micro = self.training.accumulation
@@ -84,17 +80,19 @@ class StepGraph:
         return StepTime(compute, copies, exposed, optimizer, hidden)
 
     def simulated_seconds(self) -> float:
-        """The step on two streams, node by node, where [Note: Phase] sums up: gaps count, and who waits for whom.
+        """The step on two streams, node by node, where [Note: Phase] sums up: gaps count, and who waits for whom."""
+        *_, passes = self.simulated_passes()
+        return passes + sum(node.seconds for node in self.nodes if node.kind == OPTIMIZER)
 
-        Where communication does not overlap, the sum of the phases is right already.
-        """
-        if not self.cluster.overlap:
-            return self.time().total
-        streams = Streams(busy=1 - self.cluster.overlap)
+    def simulated_passes(self) -> list[float]:
+        """When each pass is done on two streams: of every micro-batch forward, then backward."""
+        streams, ends = Streams(busy=1 - self.cluster.overlap), []
         for micro_batch in range(self.training.accumulation):
             last = micro_batch == self.training.accumulation - 1
-            streams.run([node for node in self.nodes if node.kind != OPTIMIZER and (last or not node.once)])
-        return streams.end + sum(node.seconds for node in self.nodes if node.kind == OPTIMIZER)
+            for which in (FORWARD, BACKWARD):
+                streams.run([node for node in self.nodes if node.phase == which and (last or not node.once)])
+                ends.append(streams.end)
+        return ends
 
     def collectives(self, micro_batches: int | None = None) -> list[Planned]:
         """All collectives of a step in the order in which they are issued, micro-batch by micro-batch.

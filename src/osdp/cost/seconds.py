@@ -152,23 +152,24 @@ def _visited(work: list[Collective], cluster: Cluster) -> list[Collective]:
     return [first._replace(copy_seconds=first.copy_seconds + cluster.visit_seconds), *rest]
 
 
-def _collective(
-    kind: str, group: str, nbytes: int, copied: int, cluster: Cluster, *, follows: bool = False
-) -> Collective:
-    """`follows` says that it is the next step of an exchange for which the host has taken its time."""
+def _collective(kind: str, group: str, nbytes: int, copied: int, tensors: int, cluster: Cluster) -> Collective:
+    """With no tensors it is the next step of an exchange for which the host has taken its time."""
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
-    beside = cluster.device.memory_seconds(copied) + (0.0 if follows else launch + cluster.exchange_seconds)
+    beside = cluster.device.memory_seconds(copied)
+    beside += launch + cluster.exchange_seconds + tensors * cluster.tensor_seconds if tensors else 0.0
     busy = cluster.busy_fraction(kind, group)
     return Collective(kind, group, nbytes, seconds + launch, copied, beside, busy)
 
 
-def _over_world(kind: str, nbytes: int, copied: int, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
+def _over_world(
+    kind: str, nbytes: int, copied: int, tensors: int, cluster: Cluster, *, two_levels: bool
+) -> list[Collective]:
     """A gather or scatter over all ranks, in one step or on two levels: then the nodes' parts go one by one."""
     if not two_levels:
-        return [_collective(kind, "world", nbytes, copied, cluster)]
-    across = _collective(kind, "across", nbytes // cluster.devices_per_node, copied, cluster)
-    inside = [_collective(kind, "node", nbytes // cluster.nodes, 0, cluster, follows=True)] * cluster.nodes
+        return [_collective(kind, "world", nbytes, copied, tensors, cluster)]
+    across = _collective(kind, "across", nbytes // cluster.devices_per_node, copied, tensors, cluster)
+    inside = [_collective(kind, "node", nbytes // cluster.nodes, 0, 0, cluster)] * cluster.nodes
     return [across, *inside] if kind == ALL_GATHER else [*inside, across]
 
 
@@ -183,22 +184,22 @@ def _gather(
         copied = sizes.gathered * (master + compute)
         seconds = cluster.device.memory_seconds(copied) + cluster.device.kernel_seconds
         return [Collective("copy", None, nbytes, 0.0, copied, seconds)]
-    copied = 2 * nbytes + 2 * sizes.moved * compute
+    copied, tensors = 2 * nbytes + 2 * sizes.moved * compute, len(sizes.tensors)
     if mode in IN_NODE or (mode == FREE_TO_NODE and again):
-        return [_collective(ALL_GATHER, "node", nbytes, copied, cluster)]
-    return _over_world(ALL_GATHER, nbytes, copied, cluster, two_levels=two_levels)
+        return [_collective(ALL_GATHER, "node", nbytes, copied, tensors, cluster)]
+    return _over_world(ALL_GATHER, nbytes, copied, tensors, cluster, two_levels=two_levels)
 
 
 def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
     compute, reduce = training.precision.compute_bytes, training.reduce_bytes
-    nbytes = sizes.reduced * reduce
+    nbytes, tensors = sizes.reduced * reduce, sizes.trained_tensors
     moved = sum(numel for _, numel in sizes.moved_gradients)
     copied = (sum(numel for _, numel in sizes.gradients) + 2 * moved) * compute + nbytes
     if mode == REPLICATE:
-        return [_collective(ALL_REDUCE, "world", nbytes, copied + 2 * nbytes, cluster)]
+        return [_collective(ALL_REDUCE, "world", nbytes, copied + 2 * nbytes, tensors, cluster)]
     if mode in IN_NODE:
         return [
-            _collective(REDUCE_SCATTER, "node", nbytes, copied, cluster),
-            _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, cluster, follows=True),
+            _collective(REDUCE_SCATTER, "node", nbytes, copied, tensors, cluster),
+            _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, 0, cluster),
         ]
-    return _over_world(REDUCE_SCATTER, nbytes, copied, cluster, two_levels=two_levels)
+    return _over_world(REDUCE_SCATTER, nbytes, copied, tensors, cluster, two_levels=two_levels)

@@ -43,6 +43,7 @@ class Streams:
         self._busy = busy
         self._main = self._reduced = 0.0
         self._wires: list[tuple[float, float, float]] = []  # a collective's start and end, and how busy it keeps
+        self._place: dict[int, int] = {}  # of a node among the wires; its end may still move
         self._past = 0  # wires that ended before the computation that is next
 
     @property
@@ -55,14 +56,15 @@ class Streams:
         return self._wires[-1][1] if self._wires else 0.0
 
     def run(self, nodes: Sequence[Node]) -> None:
-        place: dict[int, int] = {}  # of a collective among all; its end may still move
         for node in nodes:
-            ready = max((self._wires[place[other]][1] for other in node.depends if other in place), default=0.0)
+            ready = max(
+                (self._wires[self._place[each]][1] for each in node.depends if each in self._place), default=0.0
+            )
             if node.stream == COMMUNICATION:
                 if node.kind != ALL_GATHER:  # its buffers wait for those of the reduction before
                     self._main = max(self._main, self._reduced)
                 start = max(self._free, self._main, ready)
-                place[node.id] = len(self._wires)
+                self._place[node.id] = len(self._wires)
                 self._wires.append((start, start + node.seconds, self._busy + node.busy))
                 self._reduced = start + node.seconds if node.kind != ALL_GATHER else self._reduced
             else:

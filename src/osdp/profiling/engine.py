@@ -6,8 +6,8 @@ the predicted passes are as near as can be to the measured ones: least squares o
 
 Tiny blocks, whose parameters are next to nothing, tell the host's time. Replicated ones send nothing in forward: what
 it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones are gathered twice and reduced:
-`exchange_seconds` is for each of these. They count less than large ones: where ranks share processors, one computes
-while another waits, which tiny blocks do not show.
+`exchange_seconds` is for each of these, and `tensor_seconds` for each of the parameters in it. To tell the two apart
+the same blocks are run as one unit of twelve parameters and as five of two to four.
 
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
@@ -29,7 +29,7 @@ import torch
 
 from osdp.cluster import Cluster, Measured
 from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from osdp.cost.units import Option, modes_for
+from osdp.cost.units import OPERATORS, WHOLE, Option, modes_for
 from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, REPLICATE
 from osdp.profiling.bench import Bench
 from osdp.profiling.fit import Array, least_squares
@@ -44,7 +44,6 @@ _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on ma
 _BLOCK_SHARE = 1 / 128  # of the memory may a block take: of each there are eight, a few times, and their gradients
 _MOST_FACTOR = 4.0  # of a latency
 _MS = 1e-3
-_TINY_WEIGHT = 0.3  # of a tiny pass's error: blocks that compute next to nothing leave the processors idle
 _FACTOR_WEIGHT = 0.01  # of what a latency's factor differs from 1, beside errors of passes, where these leave it open
 
 
@@ -75,6 +74,7 @@ class EngineFigures:
 
     visit_seconds: float
     exchange_seconds: float
+    tensor_seconds: float
     busy: Figures
     factor: Figures
     passes: tuple[CheckedPass, ...]
@@ -88,6 +88,7 @@ class EngineFigures:
             cluster,
             visit_seconds=self.visit_seconds,
             exchange_seconds=self.exchange_seconds,
+            tensor_seconds=self.tensor_seconds,
             overlap=self.overlap,
             measured=tuple(self._in_the_engine(each) for each in cluster.measured),
         )
@@ -120,8 +121,11 @@ class EngineRounds:
         options = [option for probe in probes_of(cluster) for option in probe.options]
         largest_bytes = min(largest_bytes, int(_BLOCK_SHARE * cluster.limit_bytes))
         large = [_large_stack(cluster, largest_bytes, share, bench.device) for share in (_FEW, _MANY)]
-        self._turns = [Turns(bench, Stack(TINY_WIDTH, 1, bench.device), host, cluster)]
-        self._turns += [Turns(bench, stack, options, cluster) for stack in large]
+        tiny = [Stack(TINY_WIDTH, 1, bench.device, granularity) for granularity in (WHOLE, OPERATORS)]
+        self._turns = [
+            *(Turns(bench, stack, host, cluster) for stack in tiny),
+            *(Turns(bench, stack, options, cluster) for stack in large),
+        ]
 
     def round(self) -> None:
         for turns in self._turns:
@@ -133,15 +137,14 @@ class EngineRounds:
         return by_rank_0(lambda: fitted(*stacks))
 
 
-def fitted(tiny: TimedStack, few: TimedStack, many: TimedStack) -> EngineFigures:
+def fitted(tiny: TimedStack, split: TimedStack, few: TimedStack, many: TimedStack) -> EngineFigures:
     """The figures whose predictions are nearest to all passes; see [Note: Engine]."""
-    stacks = {"tiny": tiny, "large, few tokens": few, "large": many}
-    weights = (_TINY_WEIGHT, 1.0, 1.0)
+    stacks = {"tiny": tiny, "tiny, by operators": split, "large, few tokens": few, "large": many}
     unknown = _Unknown(probes_of(tiny.cluster))
 
     def errors(values: Array) -> Array:
         figures = unknown.figures(values)
-        off = [w * stack.errors(figures) for w, stack in zip(weights, stacks.values(), strict=True)]
+        off = [stack.errors(figures) for stack in stacks.values()]
         return np.concatenate([*off, _FACTOR_WEIGHT * (unknown.factors(values) - 1)])
 
     found = unknown.figures(least_squares(errors, *unknown.bounds()))
@@ -162,17 +165,19 @@ class _Unknown:
     def bounds(self) -> tuple[Array, Array, Array]:
         """Where to start, the least and the most."""
         busy, factors = len(self._busy), len(self._factors)
-        start = np.array([1.0, 1.0, *[0.5] * busy, *[1.0] * factors])
-        most = [_MOST_SECONDS / _MS, _MOST_SECONDS / _MS, *[1.0] * busy, *[_MOST_FACTOR] * factors]
+        start = np.array([1.0, 1.0, 0.1, *[0.5] * busy, *[1.0] * factors])
+        most = [*[_MOST_SECONDS / _MS] * 3, *[1.0] * busy, *[_MOST_FACTOR] * factors]
         return start, np.zeros(len(start)), np.array(most)
 
     def factors(self, values: Array) -> Array:
         return values[-len(self._factors) :]
 
     def figures(self, values: Array) -> EngineFigures:
-        visit, exchange, *rest = values.tolist()
+        visit, exchange, tensor = (values[:3] * _MS).tolist()
+        rest = values[3:].tolist()
         busy, factors = rest[: len(self._busy)], rest[len(self._busy) :]
-        return EngineFigures(visit * _MS, exchange * _MS, _each(self._busy, busy), _each(self._factors, factors), ())
+        found = _each(self._busy, busy), _each(self._factors, factors)
+        return EngineFigures(visit, exchange, tensor, *found, ())
 
 
 def _each(groups: Sequence[tuple[Collective, ...]], values: Sequence[float]) -> Figures:

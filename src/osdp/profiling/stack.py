@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.api import plan_units
@@ -61,21 +62,24 @@ def _captured(width: int) -> ModelGraph:
 
 
 class Stack:
-    """Blocks of one width at one batch size: how to run them, and what a cluster's figures predict for them."""
+    """Blocks of one width at one batch size: how to run them, and what a cluster's figures predict for them.
 
-    def __init__(self, width: int, batch: int, device: torch.device) -> None:
+    Each block is a unit, or by operators several.
+    """
+
+    def __init__(self, width: int, batch: int, device: torch.device, granularity: str = WHOLE) -> None:
         self.width, self.batch, self._device = width, batch, device
         graph = by_rank_0(lambda: _captured(width))
         self._stages = graph.stages
-        self._layout = Shapes(graph).layout([Shape(WHOLE)] * len(graph.stages))
+        self._layout = Shapes(graph).layout([Shape(granularity)] * len(graph.stages))
 
     def plain(self) -> Run:
         """The blocks without the engine, in seconds of processor; see [Note: Processors]."""
-        clock = time.process_time if self._device.type == "cpu" else time.perf_counter
-        return self._run(_Blocks(self.width).to(self._device), clock)
+        run = self._run(_Blocks(self.width).to(self._device))
+        return partial(run, clock=time.process_time) if self._device.type == "cpu" else run
 
     def under(self, option: Option, cluster: Cluster) -> Run:
-        """The blocks under the real engine, each a unit that takes this option."""
+        """The blocks under the real engine, all units of which take this option."""
         torch.manual_seed(0)  # ranks must begin with equal weights
         model = _Blocks(self.width).to(self._device)
         plan = unpriced_plan(
@@ -88,11 +92,10 @@ class Stack:
             batch_size=self.batch,
         )
         parallelize(model, plan, device_type=self._device.type)
-        return self._run(model, time.perf_counter)
+        return partial(self._run(model), together=dist.barrier)
 
-    def _run(self, model: nn.Module, clock: Callable[[], float]) -> Run:
-        values = torch.ones(self.batch, LENGTH, self.width, device=self._device)
-        return partial(_timed_passes, model, values, clock)
+    def _run(self, model: nn.Module) -> Callable[..., Passes]:
+        return partial(_timed_passes, model, torch.ones(self.batch, LENGTH, self.width, device=self._device))
 
     def timed_stages(self, plain: Passes) -> tuple[TimedStage, ...]:
         """A stack's passes, as timed without the engine, divided over its blocks."""
@@ -111,24 +114,34 @@ class Stack:
 
     def predicted(self, option: Option, cluster: Cluster) -> Passes:
         graph = step_graph(self._layout, [option] * len(self._layout.units), self.batch, _TRAINING, cluster)
-        return Passes(*(graph.pass_seconds(each) for each in Passes._fields))
+        forward, both = graph.simulated_passes()
+        return Passes(forward, both - forward)
 
 
-def _timed_passes(model: nn.Module, values: Tensor, clock: Callable[[], float]) -> Passes:
-    """This rank's seconds."""
+def _timed_passes(
+    model: nn.Module,
+    values: Tensor,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    together: Callable[[], object] = lambda: None,
+) -> Passes:
+    """This rank's seconds; `together` lets all ranks begin a pass at once."""
 
     def now() -> float:
         if values.device.type == "cuda":
             torch.cuda.synchronize()
         return clock()
 
+    together()
     began = now()
     loss = model(values)
     turned = now()
+    together()
+    again = now()
     loss.backward()
     ended = now()
     model.zero_grad(set_to_none=True)
-    return Passes(turned - began, ended - turned)
+    return Passes(turned - began, ended - again)
 
 
 class Turns:
@@ -146,7 +159,7 @@ class Turns:
     def take(self) -> None:
         own = [Passes(*self._bench.computed(self._steps, lambda: np.array(self._plain())))]
         for run in self._runs:
-            self._bench.together()
+            run()  # what ran before has left the caches and the heap as it needed them
             own.append(run())
         self._taken.append(own)
 

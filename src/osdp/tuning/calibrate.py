@@ -66,6 +66,7 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
         measured=tuple(slower(each, factors.communication) for each in cluster.measured),
         visit_seconds=cluster.visit_seconds * factors.host,
         exchange_seconds=cluster.exchange_seconds * factors.host,
+        tensor_seconds=cluster.tensor_seconds * factors.host,
         optimizers=tuple(
             replace(
                 each,
