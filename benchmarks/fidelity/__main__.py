@@ -21,7 +21,7 @@ from benchmarks.cluster.ranks import Start
 from .models import NAMES
 from .plans import PLANNED, TIGHT
 
-WORLDS = {"2": (2, 1), "3": (3, 1), "2x2": (2, 2)}  # hosts, ranks of each
+WORLDS = {"2": (2, 1), "3": (3, 1), "2x2": (2, 2), "4": (1, 4)}  # hosts, ranks of each: the last has no slow link
 RANKED = ("gpt-deep", "t5")  # of these, every way is run, to see whether the planner's is the fastest
 IN_NODES = ("kept in the node", "freed in the node", "freed to the node")
 EVERY_WAY = ("replicate", "keep", "free", "free, recomputed", *IN_NODES, PLANNED, TIGHT)

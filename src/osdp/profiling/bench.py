@@ -11,7 +11,8 @@ up: then one try must do.
 Four ranks that compute on two processors take turns, and which of them is done first is chance: one and the same pass
 ended after 60 to 130 ms on single ranks. Seconds of processor are steady. So passes that compute and do nothing else
 are timed in these, and multiplied by one `stretch` for all: how much longer it takes by the clock until the slowest
-rank is done with several steps in a row. On accelerators, which nobody shares, passes are timed by the clock.
+rank is done with several steps in a row. On accelerators, which nobody shares, and where a rank computes with several
+threads, of which some only wait, passes are timed by the clock.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Bench:
         self.spread_out = self.timed = 0
         self._began = time.monotonic()
         self._passed = self._end = 0.0  # of the slowest rank's clock: equal on all
+        self._single = self.device.type == "cpu" and torch.get_num_threads() == 1
         self._computed: list[tuple[float, float]] = []  # of runs: the slowest rank's seconds, by clock and of processor
 
     @property
@@ -80,8 +82,18 @@ class Bench:
         *highest, self._passed = (max(column) for column in zip(*rows, strict=True))
         return highest
 
+    def by_clock(self) -> float:
+        """The time, once the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def by_processor(self) -> float:
+        """The time by which passes are timed that only compute; see [Note: Processors]."""
+        return time.process_time() if self._single else self.by_clock()
+
     def computed(self, steps: int, run: Callable[[], Array]) -> Array:
-        """The mean of so many runs in a row, in seconds of processor; see [Note: Processors]."""
+        """The mean of so many runs in a row, which time themselves by processor."""
         self.together()
         began = time.perf_counter()
         found = np.mean([run() for _ in range(steps)], axis=0)
@@ -91,8 +103,8 @@ class Bench:
 
     @property
     def stretch(self) -> float:
-        """By what seconds of processor are multiplied to give those of a clock: the median, by their length."""
-        if self.device.type != "cpu" or not self._computed:
+        """By what seconds by processor are multiplied to give those by the clock: the median, by their length."""
+        if not self._single or not self._computed:
             return 1.0
         ordered = sorted((wall / busy, busy) for wall, busy in self._computed)
         half = sum(busy for _, busy in ordered) / 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
@@ -73,13 +72,12 @@ class Stack:
         self._stages = graph.stages
         self._layout = Shapes(graph).layout([Shape(granularity)] * len(graph.stages))
 
-    def plain(self) -> Run:
-        """The blocks without the engine, in seconds of processor; see [Note: Processors]."""
-        run = self._run(_Blocks(self.width).to(self._device))
-        return partial(run, clock=time.process_time) if self._device.type == "cpu" else run
+    def plain(self, now: Callable[[], float]) -> Run:
+        """The blocks without the engine, by this clock."""
+        return partial(self._run(_Blocks(self.width).to(self._device)), now=now)
 
-    def under(self, option: Option, cluster: Cluster) -> Run:
-        """The blocks under the real engine, all units of which take this option."""
+    def under(self, option: Option, cluster: Cluster, now: Callable[[], float]) -> Run:
+        """The blocks under the real engine, all units of which take this option, by this clock."""
         torch.manual_seed(0)  # ranks must begin with equal weights
         model = _Blocks(self.width).to(self._device)
         plan = unpriced_plan(
@@ -92,7 +90,7 @@ class Stack:
             batch_size=self.batch,
         )
         parallelize(model, plan, device_type=self._device.type)
-        return partial(self._run(model), together=dist.barrier)
+        return partial(self._run(model), now=now, together=dist.barrier)
 
     def _run(self, model: nn.Module) -> Callable[..., Passes]:
         return partial(_timed_passes, model, torch.ones(self.batch, LENGTH, self.width, device=self._device))
@@ -122,16 +120,10 @@ def _timed_passes(
     model: nn.Module,
     values: Tensor,
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    now: Callable[[], float],
     together: Callable[[], object] = lambda: None,
 ) -> Passes:
     """This rank's seconds; `together` lets all ranks begin a pass at once."""
-
-    def now() -> float:
-        if values.device.type == "cuda":
-            torch.cuda.synchronize()
-        return clock()
-
     together()
     began = now()
     loss = model(values)
@@ -149,8 +141,8 @@ class Turns:
 
     def __init__(self, bench: Bench, stack: Stack, options: Sequence[Option], cluster: Cluster) -> None:
         self.stack, self.options, self._bench = stack, options, bench
-        self._plain = stack.plain()
-        self._runs = [stack.under(option, cluster) for option in options]
+        self._plain = stack.plain(bench.by_processor)
+        self._runs = [stack.under(option, cluster, bench.by_clock) for option in options]
         self._taken: list[list[Passes]] = []
         for run in (self._plain, *self._runs):
             run()  # warms up

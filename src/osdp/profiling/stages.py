@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +49,11 @@ Run = Callable[[], NDArray[Any]]  # seconds of every stage, a row of forward and
 
 
 class Clock(Recorder):
-    """Takes the time at every mark, where the recorder counts kernels: that of processors, or an accelerator's."""
+    """Takes the time at every mark, where the recorder counts kernels: the bench's, or on CUDA the device's own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, bench: Bench) -> None:
         super().__init__(set())
-        self._cuda = device.type == "cuda"
+        self._cuda, self._now = bench.device.type == "cuda", bench.by_processor
         self._times: list[Any] = []
 
     def mark(self, kind: str, name: str, again: bool = False) -> None:
@@ -64,7 +63,7 @@ class Clock(Recorder):
             event.record()
             self._times.append(event)
         else:
-            self._times.append(time.process_time())
+            self._times.append(self._now())
 
     def seconds(self) -> list[float]:
         """Of every mark, since the first."""
@@ -133,7 +132,7 @@ class StageRounds:
         args, kwargs = random_inputs(source, subject.model, batch, bench.device, dtype)
         blocks = list(dict.fromkeys(subject.stand_in.values()))
         return [
-            functools.partial(_step, subject.model, args, kwargs, source.loss, blocks, again, bench.device)
+            functools.partial(_step, bench, subject.model, args, kwargs, source.loss, blocks, again)
             for again in self._order
         ]
 
@@ -228,17 +227,17 @@ def _tried(bench: Bench, run: Run) -> NDArray[Any] | None:
 
 
 def _step(
+    bench: Bench,
     model: nn.Module,
     args: Any,
     kwargs: Any,
     loss: Callable[[Any], Tensor],
     blocks: list[str],
     again: bool,
-    device: torch.device,
 ) -> NDArray[Any]:
     """Seconds of every stage that is run, in forward and in backward."""
     watched, operators = _watched(model, blocks)
-    clock = Clock(device)
+    clock = Clock(bench)
     hooks = Hooks(clock, watched)
     checkpointed = [model.get_submodule(block) for block in blocks] if again else []
     for module in checkpointed:

@@ -58,6 +58,7 @@ class ProfilePage:
     collectives: tuple[CollectiveRow, ...]
     visit_seconds: float
     exchange_seconds: float
+    tensor_seconds: float
     overlap: float
     passes: tuple[CheckedPass, ...]
     optimizers: tuple[OptimizerRow, ...]
@@ -78,6 +79,7 @@ def profile_page(profile: Profile) -> ProfilePage:
         collectives=tuple(_collectives(profile)),
         visit_seconds=profile.cluster.visit_seconds,
         exchange_seconds=profile.cluster.exchange_seconds,
+        tensor_seconds=profile.cluster.tensor_seconds,
         overlap=profile.cluster.overlap,
         passes=() if profile.engine is None else profile.engine.passes,
         optimizers=tuple(
@@ -203,8 +205,11 @@ def _print_engine(page: ProfilePage, out: Console) -> None:
         error = f"{100 * (each.predicted_seconds / each.measured_seconds - 1):+.0f} %"
         table.add_row(each.blocks, each.mode, each.which, *map(format_seconds, seconds), error)
     out.print(indented(table))
-    visit, exchange = format_seconds(page.visit_seconds), format_seconds(page.exchange_seconds)
-    print_line(out, f"the host's own time: {visit} for a unit's pass, {exchange} for a gather or reduction")
+    host = page.visit_seconds, page.exchange_seconds, page.tensor_seconds
+    visit, exchange, tensor = map(format_seconds, host)
+    print_line(
+        out, f"the host's own time: {visit} for a unit's pass, {exchange} for an exchange, {tensor} for a tensor in it"
+    )
     print_line(out, f"of the shorter of compute and communication, {100 * page.overlap:.0f} % hides behind the longer")
 
 
