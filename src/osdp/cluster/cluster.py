@@ -32,8 +32,8 @@ class Cluster:
     device and direction, `network.bytes_per_second` per node and direction. `overlap` is the part of the shorter of
     compute and communication that hides behind the longer: 1 where they run side by side, 0 one after the other.
     The host's own time is `visit_seconds` for a unit's forward, or its backward, and `exchange_seconds` for one gather
-    or reduction of a unit and `tensor_seconds` for every parameter in it. A profile measures these, and times `stages`
-    and `optimizers`.
+    or reduction of a unit, `tensor_seconds` for every parameter in it and `copy_byte_seconds`, on top of the memory's
+    rate, for every byte that is copied beside it. A profile measures these, and times `stages` and `optimizers`.
     """
 
     nodes: int
@@ -48,6 +48,7 @@ class Cluster:
     visit_seconds: float = 0.0
     exchange_seconds: float = 0.0
     tensor_seconds: float = 0.0
+    copy_byte_seconds: float = 0.0
     stages: tuple[TimedStage, ...] = ()
     optimizers: tuple[TimedOptimizer, ...] = ()
     name: str = ""
@@ -64,7 +65,7 @@ class Cluster:
         object.__setattr__(self, "overlap", float(self.overlap))
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is {self.overlap!r} but must be true, false or a number from 0 to 1")
-        for key in ("visit_seconds", "exchange_seconds", "tensor_seconds"):
+        for key in ("visit_seconds", "exchange_seconds", "tensor_seconds", "copy_byte_seconds"):
             if not 0 <= getattr(self, key) < 1:
                 raise UsageError(f"{key} is {getattr(self, key)!r} but must be at least 0 and below 1")
         pairs = [(each.kind, each.group) for each in self.measured]
@@ -139,6 +140,7 @@ class Cluster:
             "visit_seconds": self.visit_seconds,
             "exchange_seconds": self.exchange_seconds,
             "tensor_seconds": self.tensor_seconds,
+            "copy_byte_seconds": self.copy_byte_seconds,
             "node_link": self.node_link.to_dict(),
             "network": self.network.to_dict(),
             "device": self.device.to_dict(),
@@ -219,6 +221,10 @@ class Cluster:
             return measured.latency_seconds + wire_bytes(kind, ranks, total_bytes) / measured.bytes_per_second
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
+
+    def copy_seconds(self, total_bytes: float) -> float:
+        """Seconds of the copies beside a collective that move so many bytes."""
+        return self.device.memory_seconds(total_bytes) + total_bytes * self.copy_byte_seconds
 
     def busy_fraction(self, kind: str, group: str) -> float:
         """What a collective takes from the computation beside it, beyond `overlap`; 0 where not measured."""

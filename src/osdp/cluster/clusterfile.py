@@ -12,6 +12,7 @@ A cluster file, with everything but the first lines optional:
     visit_seconds = 0.0         # the host's time for a unit's forward, and for its backward
     exchange_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
     tensor_seconds = 0.0        # the same for every parameter that is gathered or reduced
+    copy_byte_seconds = 0.0     # for every byte copied beside a collective, beyond what the memory's rate says
 
     [node_link]                 # inside a node: per device and direction
     bytes_per_second = 240e9
@@ -72,7 +73,7 @@ _STAGE_KEYS = ("signature", "name", "batches", "forward_seconds", "backward_seco
 _DEVICE_KEYS = ("like", "memory", *(each.name for each in dataclasses.fields(Device)))
 _CLUSTER_KEYS = (
     *("name", "nodes", "devices_per_node", "device", "memory", "memory_bytes", "reserve_fraction", "overlap"),
-    *("visit_seconds", "exchange_seconds", "tensor_seconds"),
+    *("visit_seconds", "exchange_seconds", "tensor_seconds", "copy_byte_seconds"),
     *("node_link", "network", "collective", "optimizer", "stage"),
 )
 
@@ -107,6 +108,7 @@ def read_cluster(table: object) -> dict[str, Any]:
         "visit_seconds": form.number("visit_seconds", 0.0),
         "exchange_seconds": form.number("exchange_seconds", 0.0),
         "tensor_seconds": form.number("tensor_seconds", 0.0),
+        "copy_byte_seconds": form.number("copy_byte_seconds", 0.0),
         "node_link": _read_link(form, "node_link", "", chosen.node_link),
         "network": _read_link(form, "network", "", chosen.network),
         "measured": _read_measured(form.raw("collective", [])),

@@ -156,7 +156,7 @@ def _collective(kind: str, group: str, nbytes: int, copied: int, tensors: int, c
     """With no tensors it is the next step of an exchange for which the host has taken its time."""
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
-    beside = cluster.device.memory_seconds(copied)
+    beside = cluster.copy_seconds(copied)
     beside += launch + cluster.exchange_seconds + tensors * cluster.tensor_seconds if tensors else 0.0
     busy = cluster.busy_fraction(kind, group)
     return Collective(kind, group, nbytes, seconds + launch, copied, beside, busy)
@@ -182,7 +182,7 @@ def _gather(
         if not training.precision.casts:
             return []
         copied = sizes.gathered * (master + compute)
-        seconds = cluster.device.memory_seconds(copied) + cluster.device.kernel_seconds
+        seconds = cluster.copy_seconds(copied) + cluster.device.kernel_seconds
         return [Collective("copy", None, nbytes, 0.0, copied, seconds)]
     copied, tensors = 2 * nbytes + 2 * sizes.moved * compute, len(sizes.tensors)
     if mode in IN_NODE or (mode == FREE_TO_NODE and again):

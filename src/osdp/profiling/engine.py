@@ -7,7 +7,8 @@ the predicted passes are as near as can be to the measured ones: least squares o
 Tiny blocks, whose parameters are next to nothing, tell the host's time. Replicated ones send nothing in forward: what
 it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones are gathered twice and reduced:
 `exchange_seconds` is for each of these, and `tensor_seconds` for each of the parameters in it. To tell the two apart
-the same blocks are run as one unit of twelve parameters and as five of two to four.
+the same blocks are run as one unit of twelve parameters and as five of two to four. What large blocks take for every
+byte that is copied, beyond the memory's rate, is `copy_byte_seconds`: fresh memory, and more of it than caches hold.
 
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
@@ -43,7 +44,7 @@ _MOST_SECONDS = 0.9
 _FEW, _MANY = 0.2, 0.8  # of a gather, takes the forward on few tokens and on many
 _BLOCK_SHARE = 1 / 128  # of the memory may a block take: of each there are eight, a few times, and their gradients
 _MOST_FACTOR = 4.0  # of a latency
-_MS = 1e-3
+_UNITS = np.array([1e-3, 1e-3, 1e-3, 1e-9])  # of the host's times: in ms, and of a byte in ns
 _FACTOR_WEIGHT = 0.01  # of what a latency's factor differs from 1, beside errors of passes, where these leave it open
 
 
@@ -75,6 +76,7 @@ class EngineFigures:
     visit_seconds: float
     exchange_seconds: float
     tensor_seconds: float
+    copy_byte_seconds: float
     busy: Figures
     factor: Figures
     passes: tuple[CheckedPass, ...]
@@ -89,6 +91,7 @@ class EngineFigures:
             visit_seconds=self.visit_seconds,
             exchange_seconds=self.exchange_seconds,
             tensor_seconds=self.tensor_seconds,
+            copy_byte_seconds=self.copy_byte_seconds,
             overlap=self.overlap,
             measured=tuple(self._in_the_engine(each) for each in cluster.measured),
         )
@@ -165,19 +168,19 @@ class _Unknown:
     def bounds(self) -> tuple[Array, Array, Array]:
         """Where to start, the least and the most."""
         busy, factors = len(self._busy), len(self._factors)
-        start = np.array([1.0, 1.0, 0.1, *[0.5] * busy, *[1.0] * factors])
-        most = [*[_MOST_SECONDS / _MS] * 3, *[1.0] * busy, *[_MOST_FACTOR] * factors]
+        start = np.array([1.0, 1.0, 0.1, 0.1, *[0.5] * busy, *[1.0] * factors])
+        most = [*(_MOST_SECONDS / _UNITS), *[1.0] * busy, *[_MOST_FACTOR] * factors]
         return start, np.zeros(len(start)), np.array(most)
 
     def factors(self, values: Array) -> Array:
         return values[-len(self._factors) :]
 
     def figures(self, values: Array) -> EngineFigures:
-        visit, exchange, tensor = (values[:3] * _MS).tolist()
-        rest = values[3:].tolist()
+        visit, exchange, tensor, byte = (values[: len(_UNITS)] * _UNITS).tolist()
+        rest = values[len(_UNITS) :].tolist()
         busy, factors = rest[: len(self._busy)], rest[len(self._busy) :]
         found = _each(self._busy, busy), _each(self._factors, factors)
-        return EngineFigures(visit, exchange, tensor, *found, ())
+        return EngineFigures(visit, exchange, tensor, byte, *found, ())
 
 
 def _each(groups: Sequence[tuple[Collective, ...]], values: Sequence[float]) -> Figures:

@@ -59,6 +59,7 @@ class ProfilePage:
     visit_seconds: float
     exchange_seconds: float
     tensor_seconds: float
+    copy_byte_seconds: float
     overlap: float
     passes: tuple[CheckedPass, ...]
     optimizers: tuple[OptimizerRow, ...]
@@ -80,6 +81,7 @@ def profile_page(profile: Profile) -> ProfilePage:
         visit_seconds=profile.cluster.visit_seconds,
         exchange_seconds=profile.cluster.exchange_seconds,
         tensor_seconds=profile.cluster.tensor_seconds,
+        copy_byte_seconds=profile.cluster.copy_byte_seconds,
         overlap=profile.cluster.overlap,
         passes=() if profile.engine is None else profile.engine.passes,
         optimizers=tuple(
@@ -205,10 +207,12 @@ def _print_engine(page: ProfilePage, out: Console) -> None:
         error = f"{100 * (each.predicted_seconds / each.measured_seconds - 1):+.0f} %"
         table.add_row(each.blocks, each.mode, each.which, *map(format_seconds, seconds), error)
     out.print(indented(table))
-    host = page.visit_seconds, page.exchange_seconds, page.tensor_seconds
-    visit, exchange, tensor = map(format_seconds, host)
+    host = page.visit_seconds, page.exchange_seconds, page.tensor_seconds, SIZE * page.copy_byte_seconds
+    visit, exchange, tensor, copy = map(format_seconds, host)
     print_line(
-        out, f"the host's own time: {visit} for a unit's pass, {exchange} for an exchange, {tensor} for a tensor in it"
+        out,
+        f"the host's own time: {visit} for a unit's pass, {exchange} for an exchange, {tensor} for a tensor in it, "
+        f"{copy} for a MiB copied, beyond the memory's rate",
     )
     print_line(out, f"of the shorter of compute and communication, {100 * page.overlap:.0f} % hides behind the longer")
 

@@ -67,6 +67,7 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
         visit_seconds=cluster.visit_seconds * factors.host,
         exchange_seconds=cluster.exchange_seconds * factors.host,
         tensor_seconds=cluster.tensor_seconds * factors.host,
+        copy_byte_seconds=cluster.copy_byte_seconds * factors.host,
         optimizers=tuple(
             replace(
                 each,
