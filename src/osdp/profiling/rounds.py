@@ -21,7 +21,7 @@ from osdp.profiling.bench import Action, Bench, calls_of_a_try
 from osdp.profiling.fit import Array, Fit, Point, settled
 
 STEADY = 1.2  # what the upper quartile of rounds may take more than the lower one
-LEAST_ROUNDS, MOST_ROUNDS = 3, 100
+LEAST_ROUNDS, MOST_ROUNDS = 2, 100
 _SAY_SECONDS = 10.0
 
 Case = TypeVar("Case", bound=Hashable)
