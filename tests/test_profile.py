@@ -162,7 +162,7 @@ def test_every_group_of_ranks_is_measured_once() -> None:
 
 
 def test_slow_turns_do_not_change_what_things_take_beside_each_other() -> None:
-    """Four turns, each slow as a whole by another factor: the parts are exact, the whole is that of the median turn."""
+    """Five turns, each slow as a whole by another factor: the parts are exact, the whole is that of the median turn."""
     one = np.array([[1.0, 3.0], [2.0, 6.0]])
     taken = np.array([1.0, 1.1, 1.5, 1.9, 4.0])[:, None, None] * one
     assert typical(taken) == pytest.approx(1.5 * one)
@@ -171,7 +171,7 @@ def test_slow_turns_do_not_change_what_things_take_beside_each_other() -> None:
 
 
 class _Pretended:
-    """An action that takes what it is told, in turn, by a clock of its own."""
+    """An action that takes as long as it is told, in turn."""
 
     def __init__(self, *seconds: float) -> None:
         self._seconds = itertools.cycle(seconds)
