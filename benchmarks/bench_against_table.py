@@ -24,6 +24,7 @@ from captured import captured
 from common import Row, deliver, met, parser, timed
 from table_search import Item, by_option, lean
 
+from osdp.batching import LARGEST_MICRO_BATCH
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
@@ -109,7 +110,7 @@ def rows_of(graph: ModelGraph, cluster: Cluster, options: str) -> list[Row]:
     def make(batch: int, time_batch: int) -> Problem:
         return tables.problem(batch, limit=cluster.limit_bytes, time_batch=time_batch)
 
-    largest, bounding = timed(lambda: largest_batch(make))
+    largest, bounding = timed(lambda: largest_batch(make, most=LARGEST_MICRO_BATCH))
     found, searching = timed(lambda: search_batches([Candidate(WHOLE, make, 1, 1, largest)], seconds=60.0))
     if found is None:
         raise SystemExit(f"{graph.name} does not fit {cluster.label}")

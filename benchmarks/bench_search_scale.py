@@ -21,6 +21,7 @@ from captured import captured
 from common import Row, deliver, met, parser, timed
 
 from osdp.api import plan_graph
+from osdp.batching import LARGEST_MICRO_BATCH
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
@@ -170,7 +171,7 @@ def solved_for_all_batches(graph: ModelGraph, layers: int, options: str) -> Row:
     began = perf_counter()
     try:
         with given_up_after(GIVE_UP_SECONDS):
-            row["largest batch"] = largest_batch(made.problem)
+            row["largest batch"] = largest_batch(made.problem, most=LARGEST_MICRO_BATCH)
             row["to find it s"] = bounding = perf_counter() - began - made.made_seconds
             candidate = Candidate(options, made.problem, 1, 1, row["largest batch"])
             found = search_batches([candidate], seconds=TARGET_SECONDS)

@@ -66,7 +66,7 @@ def plan_of(world: str, modes: str, up: tuple[int, int] = (1, 1), down: tuple[in
     ]
     return Plan(
         version=PLAN_VERSION,
-        model=PlanModel("net", 0, None),
+        model=PlanModel("net", sum(unit.parameters for unit in units), None),
         cluster=Cluster.parse(f"{world}xCPU"),
         precision="fp32",
         reduce_dtype="fp32",
@@ -74,7 +74,7 @@ def plan_of(world: str, modes: str, up: tuple[int, int] = (1, 1), down: tuple[in
         batch_size=1,
         accumulation=1,
         predicted=Predicted(0.0, 0.0, 0.0, 0, 0, 0, "", {}, {}),
-        certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
+        certificate=Certificate("none", 0.0, 0.0, 0.0, 0, 0, 0.0, 0, 0),
         baselines=(),
         units=tuple(units),
     )

@@ -54,7 +54,7 @@ def plan() -> Plan:
         accumulation=2,
         predicted=Predicted(
             step_seconds=1.5,
-            expected_seconds=1.5,
+            mfu=0.4,
             samples_per_second=32.0,
             peak_bytes=30 * GIB,
             limit_bytes=40 * GIB,
@@ -63,7 +63,7 @@ def plan() -> Plan:
             memory_parts={"parameters": 10 * GIB, "saved activations": 20 * GIB, "temporaries": 0},
             time_parts={"compute": 1.2, "exposed communication": 0.3},
         ),
-        certificate=Certificate("optimal", 32.0, 0.0, 5, 0.7, 12, 340),
+        certificate=Certificate("optimal", 32.0, 0.0, 32.0, 3, 5, 0.7, 12, 340),
         baselines=(
             Baseline("data parallel", False, False, 0, 1, 0.0, 0.0, 90 * GIB),
             Baseline("fully sharded", True, True, 2, 2, 20.0, 1.6, 25 * GIB),

@@ -14,12 +14,12 @@ from small_models import captured
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from osdp.api import plan_units
+from osdp.api import plan_units, uncalled_parameters
 from osdp.cluster import Cluster
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.graph import ModelGraph
-from osdp.planfile import OVER_WORLD, Plan, PlanUnit, unpriced_plan
+from osdp.planfile import OVER_WORLD, REPLICATE, Plan, PlanUnit, unpriced_plan
 from osdp.runtime.split import SplitOperator
 
 
@@ -59,8 +59,10 @@ def plan_by_hand(
         planned = next(each for each in layout.units if each.name == unit.name)
         slices, sharded = next(split) if planned.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
         on_two = cluster.has_two_levels and unit.mode in OVER_WORLD and next(two)
+        sharded = sharded if unit.mode == REPLICATE else max(1, sharded)
         units.append(replace(unit, splits=slices, sharded_splits=sharded, two_levels=on_two))
-    return _plan(graph.name, cluster, units, precision, reduce_dtype, optimizer, batch_size, accumulation)
+    uncalled = uncalled_parameters(graph, layout)
+    return _plan(graph.name, cluster, units, precision, reduce_dtype, optimizer, batch_size, accumulation, uncalled)
 
 
 def plan_of_units(
@@ -107,6 +109,7 @@ def _plan(
     optimizer: str,
     batch_size: int,
     accumulation: int,
+    uncalled: Mapping[str, int] | None = None,
 ) -> Plan:
     return unpriced_plan(
         name,
@@ -117,6 +120,7 @@ def _plan(
         optimizer=optimizer,
         batch_size=batch_size,
         accumulation=accumulation,
+        uncalled=uncalled,
     )
 
 

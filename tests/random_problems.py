@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from osdp.search.problem import (
+    SECONDS,
     Amount,
     Guest,
     Problem,
@@ -15,6 +16,7 @@ from osdp.search.problem import (
     StageTable,
     UnitOption,
 )
+from osdp.search.streams import Act, Op, StagePass
 
 MIB = 1 << 20
 
@@ -66,6 +68,14 @@ def _table(draw: _Draw, length: int, split: bool) -> np.ndarray:
     )
 
 
+def _times(draw: _Draw, split: bool) -> dict[str, Seconds]:
+    """What a unit takes; some are not gathered at all, or not again."""
+    found = {name: _duration(draw, split) for name in SECONDS if split or not name.startswith("slice")}
+    for name in ("gather", "gather_again"):
+        found[name] = Seconds(0.0) if draw.chance(0.3) else Seconds(draw.seconds() + 0.125)
+    return found
+
+
 def _option(draw: _Draw, key: object, forward: int, backward: int, micro: int, far: np.ndarray | None) -> UnitOption:
     slices = draw.integer(2, 4) if draw.chance(0.25) else 1
     split = slices > 1
@@ -84,18 +94,50 @@ def _option(draw: _Draw, key: object, forward: int, backward: int, micro: int, f
         cast_again=_amount(draw, split, 6),
         reducing=_amount(draw, split, 60),
         far=far,
-        gather=_duration(draw, split),
-        gather_again=_duration(draw, split),
-        reduce=_duration(draw, split),
-        copy=_duration(draw, split),
-        copy_again=_duration(draw, split),
-        copy_reduce=_duration(draw, split),
-        step=_duration(draw, split),
+        **_times(draw, split),
         reduce_once=micro > 1 and draw.chance(0.5),
     )
 
 
+def _forward(draw: _Draw, units: int, early: bool) -> StagePass:
+    """Units are entered one after the other, each issues the next one's gather, before it waits or then."""
+    ops: list[Op] = [Op(Act.RUN, seconds=draw.seconds())] if draw.chance(0.3) else []
+    for unit in range(units):
+        following = Op(Act.ISSUE, unit + 1, ("gather",)) if unit + 1 < units else Op(Act.ISSUE_NEXT)
+        wait = Op(Act.WAIT, unit, ("gather",))
+        copied = Op(Act.RUN, unit, ("copy", "slice_run"))
+        ops += [following, wait, copied] if early else [wait, copied, following]
+        ops.append(Op(Act.RUN, unit, ("slice_rest",), draw.seconds()))
+        if draw.chance(0.1):  # a second call
+            again = ("gather_again",)
+            ops += [Op(Act.ISSUE, unit, again), Op(Act.WAIT, unit, again), Op(Act.RUN, unit, ("copy_again",))]
+    return StagePass(tuple(ops), 0, "gather")
+
+
+def _backward(draw: _Draw, units: int, early: bool) -> StagePass:
+    """Units are entered the other way round; each is reduced as it is left, or all at the end."""
+    ops: list[Op] = []
+    reductions: list[Op] = []
+    nested = draw.chance(0.3)
+    for unit in reversed(range(units)):
+        ops += [
+            Op(Act.WAIT, unit, ("gather_again",)),
+            Op(Act.RUN, unit, ("copy_again", "slice_run_again", "slice_reduce")),
+        ]
+        ops.append(Op(Act.ISSUE, unit - 1, ("gather_again",)) if unit else Op(Act.ISSUE_NEXT))
+        ops.append(Op(Act.RUN, unit, ("slice_rest_again",), draw.seconds()))
+        copied, wait = Op(Act.RUN, unit, ("copy_reduce",)), Op(Act.WAIT_REDUCED)
+        reduction = [copied, wait] if early else [wait, copied]
+        reduction.append(Op(Act.REDUCE, unit, ("reduce",)))
+        if nested:
+            reductions += reduction
+        else:
+            ops += reduction
+    return StagePass((*ops, *reductions), units - 1, "gather_again")
+
+
 def _shape(draw: _Draw, key: object, units: int, options: int, micro: int) -> ShapeTable:
+    early = draw.chance(0.5)
     forward, backward = draw.integer(1, 3), draw.integer(1, 3)
     return ShapeTable(
         key=key,
@@ -107,8 +149,8 @@ def _shape(draw: _Draw, key: object, units: int, options: int, micro: int) -> Sh
         backward=_rows(draw, backward),
         saved=draw.nbytes(20),
         freed=-draw.nbytes(20),
-        forward_seconds=draw.seconds(),
-        backward_seconds=draw.seconds(),
+        forward_pass=_forward(draw, units, early),
+        backward_pass=_backward(draw, units, early),
     )
 
 
@@ -129,8 +171,12 @@ def _spanning(draw: _Draw, stages: list[StageTable]) -> list[StageTable]:
         tuple(_table(draw, len(last.backward), option.slices > 1) for option in options),
     )
     first = ShapeTable(**{**first.__dict__, "units": (tuple(options), *first.units[1:])})
-    last = ShapeTable(**{**last.__dict__, "guests": (guest,)})
-    ends = StageTable((first,), stages[0].alike, stages[0].exposed), StageTable((last,), stages[-1].alike)
+    unit = (0, 0)
+    again = ("gather_again",)
+    entered = Op(Act.ISSUE, unit, again), Op(Act.WAIT, unit, again), Op(Act.RUN, unit, ("copy_again",))
+    passed = StagePass((*entered, *last.backward_pass.ops), last.backward_pass.pending, "gather_again")
+    last = ShapeTable(**{**last.__dict__, "guests": (guest,), "backward_pass": passed})
+    ends = StageTable((first,), stages[0].alike), StageTable((last,), stages[-1].alike)
     return [ends[0], *stages[1:-1], ends[1]]
 
 
@@ -148,9 +194,7 @@ def random_problem(seed: int) -> Problem:
     else:
         count = draw.integer(1, 3)
         stages = [
-            StageTable(
-                tuple(_shape(draw, s, draw.integer(1, 2), 2, micro) for s in range(draw.integer(1, 2))), i, i == 0
-            )
+            StageTable(tuple(_shape(draw, s, draw.integer(1, 2), 2, micro) for s in range(draw.integer(1, 2))), i)
             for i in range(count)
         ]
         if count == 3 and draw.chance(0.3):

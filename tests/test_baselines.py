@@ -8,6 +8,7 @@ import pytest
 from small_models import captured
 
 from osdp.baselines import WAYS, baselines
+from osdp.batching import Batching
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.graph import StepGraph, step_graph
 from osdp.cost.layout import Shape, Shapes
@@ -23,15 +24,16 @@ def machines(word: str, memory: str) -> Cluster:
 
 
 def found(cluster: Cluster, **changes: int) -> tuple[Baseline, ...]:
-    return baselines(captured("gpt"), cluster, Training.of(), **changes)
+    ways = baselines(captured("gpt"), cluster, Training.of(), Batching(**changes))
+    return tuple(way.baseline for way in ways)
 
 
-def priced(baseline: Baseline, cluster: Cluster, batch: int, accumulation: int = 1) -> StepGraph:
+def priced(baseline: Baseline, cluster: Cluster, batch: int, accumulation: int = 1, *, once: bool = False) -> StepGraph:
     """The step of a baseline without tables and search: every block one unit, every unit in the one mode."""
     graph = captured("gpt")
     shapes = [Shape(WHOLE, baseline.recompute) if stage.is_block else Shape(OPERATORS) for stage in graph.stages]
     layout = Shapes(graph).layout(shapes)
-    options = [Option(MODES[baseline.name], reduce_once=accumulation > 1)] * len(layout.units)
+    options = [Option(MODES[baseline.name], reduce_once=once)] * len(layout.units)
     return step_graph(layout, options, batch, replace(Training.of(), accumulation=accumulation), cluster)
 
 
@@ -81,11 +83,21 @@ def test_a_global_batch_is_divided_in_the_best_way() -> None:
         assert baseline.feasible
         assert baseline.batch_size * baseline.accumulation == 60
         rates = []
-        for micro in (a for a in range(1, 61) if 60 % a == 0):
-            step = priced(baseline, cluster, 60 // micro, micro)
+        ways = [(a, once) for a in range(1, 61) if 60 % a == 0 for once in ((False, True) if a > 1 else (False,))]
+        for micro, once in ways:
+            step = priced(baseline, cluster, 60 // micro, micro, once=once)
             if step.timeline().peak_bytes <= cluster.limit_bytes:
                 rates.append(60 * cluster.world_size / step.time().total)
         assert baseline.samples_per_second == pytest.approx(max(rates), rel=1e-9)
+
+
+def test_with_a_global_batch_the_peak_of_what_does_not_fit_is_its_smallest() -> None:
+    """However it is accumulated, and whether gradients are reduced in every micro-batch or once."""
+    cluster = machines("4xCPU", "500KiB")
+    for baseline in (each for each in found(cluster, global_batch=4 * 6) if not each.feasible):
+        ways = [(1, False), *((a, once) for a in (2, 3, 6) for once in (False, True))]
+        peaks = [priced(baseline, cluster, 6 // a, a, once=once).timeline().peak_bytes for a, once in ways]
+        assert baseline.peak_bytes == min(peaks) > cluster.limit_bytes
 
 
 def test_recompute_trades_speed_for_room() -> None:

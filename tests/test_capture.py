@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from osdp.errors import OsdpError
 from osdp.model import capture as capturing
+from osdp.model import runs
 from osdp.model.assemble import CaptureError
 from osdp.model.capture import capture
 from osdp.model.fake import fake_copy, sequences_not_packed
@@ -168,32 +170,72 @@ def test_a_model_without_a_scalar_loss_is_refused(loss: Callable[[Any], Tensor] 
         capture(Two(), example(), loss=loss)
 
 
-def test_untraceable_model_is_refused_in_a_sentence() -> None:
+def test_a_branch_on_a_value_that_only_data_has_is_said_with_its_place() -> None:
     class Branching(Two):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
+            return super().forward(x) if self.up(x).sum() > 0 else super().forward(-x)
 
-    with pytest.raises(CaptureError, match=r"Branching cannot be traced on fake tensors: .*\.item\(\) calls must go"):
-        captured_two(Branching())
+    [said] = captured_two(Branching()).assumptions
+    assert re.fullmatch(r"a value that only data has is taken as False \(Branching, test_capture.py:\d+\)", said)
 
 
-def test_control_flow_by_batch_size_is_refused() -> None:
-    class Steered(Two):
+def test_a_size_that_only_data_has_is_refused_with_its_place() -> None:
+    class Cutting(Two):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * 2 if x.shape[0] == 3 else x)
+            return super().forward(x[:, : int(self.up(x).argmax().float().long() + x.long().sum())])
 
-    with pytest.raises(CaptureError, match="different kernels at batch 1 and 3"):
-        captured_two(Steered())
+    with pytest.raises(OsdpError, match=r"Cutting, test_capture.py:\d+ reads a whole number .* pass example inputs"):
+        capture(Cutting(), (torch.empty(2, S, IN, device="meta"),), loss=mean)
 
 
-def test_growth_that_is_no_line_is_refused() -> None:
+def test_a_failure_names_the_module_the_line_and_the_cause() -> None:
+    class Wrong(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x[..., :-1])
+
+    with pytest.raises(
+        CaptureError, match=r"Wrong cannot be traced.*: Wrong, test_capture.py:\d+: RuntimeError: .* have the shapes"
+    ):
+        captured_two(Wrong())
+
+
+def test_values_of_real_inputs_answer_what_the_model_asks() -> None:
+    class Masked(Two):
+        """Drops the places that the mask hides, where it hides any."""
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x[mask] if not mask.all() else x)
+
+    def tokens(mask: Tensor) -> int:
+        graph = capture(Masked(), (example()[0], mask), loss=mean)
+        assert graph.assumptions == ()
+        return graph.operators["up"].forward_flops.per_sample // (2 * IN * HIDDEN)
+
+    full = torch.ones(2, S, dtype=torch.bool)
+    assert tokens(full) == S
+    hiding = full.clone()
+    hiding[:, 3:] = False
+    assert tokens(hiding) == 3
+    [said] = capture(Masked(), (example()[0], full.to("meta")), loss=mean).assumptions
+    assert said.startswith("masks hide nothing (Masked, test_capture.py:")
+
+
+def test_where_no_line_fits_the_graph_is_of_one_batch() -> None:
     class Quadratic(Two):
         def forward(self, x: Tensor) -> Tensor:
             flat = self.up(x).flatten(1)
             return (flat @ flat.T).relu()
 
-    with pytest.raises(CaptureError, match="grows unevenly"):
-        captured_two(Quadratic())
+    class Steered(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 if x.shape[0] == 3 else x)
+
+    assert captured_two(Quadratic()).only_batch == 2
+    assert "grows unevenly" in captured_two(Quadratic()).assumptions[0]
+    graph = captured_two(Quadratic(), batch=7)
+    assert (graph.only_batch, graph.operators["up"].forward_flops.at(7)) == (7, 7 * 2 * S * IN * HIDDEN)
+    assert "different kernels at batch 1 and 3" in captured_two(Steered(), batch=4).assumptions[0]
+    assert captured_two().only_batch is None
 
 
 # ---- growth with the batch, recompute, depth
@@ -209,7 +251,7 @@ def raw_trace(model: ModelSource, batch: int, *, recompute: bool = False) -> Raw
         kwargs = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in kwargs.items()}
         blocks = own_blocks(fake)
         again = [fake.get_submodule(block) for block in blocks] if recompute else []
-        watched = capturing._watched(fake, blocks)
+        watched = runs.watched(fake, blocks)
         return run_trace(fake, args, kwargs, loss=model.loss, watched=watched, recompute=again)
 
 

@@ -2,6 +2,7 @@
 
 - Training that is resumed on 4, 2, 3 ranks and 1 process has the loss curve of one that was never interrupted, to 1e-5.
 - Saved and loaded under other plans, and by the plain model, every bit of model and optimizer is the same.
+- Buffers that differ by rank are saved as rank 0 has them.
 - Asynchronous saves hold the moment they were asked for.
 - What cannot be saved, or is of another model, is refused before anything is written or loaded.
 """
@@ -31,16 +32,56 @@ from checkpoints import (
     small,
     train,
 )
+from planned import plan_of_units
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+import osdp
 from osdp.errors import UsageError
-from osdp.planfile import Plan
+from osdp.planfile import FREE, Plan
 from osdp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 # Any plan goes on
+
+
+class Normed(nn.Module):
+    """Batch norms, whose statistics are those of the rank's own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def save_normed(folder: Path, plan: Plan, asynchronous: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = osdp.parallelize(Normed(), plan)
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(16, 8)).backward()
+    saving = save_checkpoint(folder, model, None, step=1, asynchronous=asynchronous)
+    if saving is not None:
+        saving.wait()
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    load_checkpoint(folder, model)
+    assert all(torch.equal(buffer, own[name]) for name, buffer in model.named_buffers()) == (dist.get_rank() == 0)
+    return own
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_buffers_that_differ_by_rank_are_saved_as_rank_0_has_them(asynchronous: bool, tmp_path: Path) -> None:
+    plan = plan_of_units(Normed(), "2", {(f"layers.{index}",): FREE for index in range(4)})
+    first, second = run_ranks(2, save_normed, tmp_path, plan, asynchronous)
+    plain = Normed()
+    load_checkpoint(tmp_path, plain)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, first[name]), name
+        assert torch.equal(first[name], second[name]) == name.endswith("num_batches_tracked"), name
 
 
 def test_resuming_under_other_plans_and_ranks_continues_the_loss_curve(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ import pytest
 import osdp
 from osdp.cli import plan as plan_command
 from osdp.cli.main import main
-from osdp.cli.output import write_json
 from osdp.cli.progress import PlainProgress, describe
 from osdp.cluster import devices
 from osdp.errors import OsdpError, UsageError
+from osdp.files import write_json
 from osdp.model.source import presets
 from osdp.planfile import MODES, Plan
 
@@ -186,7 +186,7 @@ def test_bad_arguments_are_one_sentence(
         (("plane",), "invalid choice: 'plane'"),
         (("plan", "gpt-tiny"), "required: --cluster; see osdp plan --help"),
         (("plan", "gpt-tinny", "--cluster", "A100-80GB"), "did you mean gpt-tiny?"),
-        (("graph", "absent.json"), "cannot read the plan absent.json"),
+        (("graph", "absent.json"), "absent.json: there is no such file; give a plan file"),
     ],
 )
 def test_bad_commands_are_one_sentence(
@@ -311,7 +311,7 @@ def test_plain_progress_is_a_line_for_each_stage_and_one_now_and_then() -> None:
         "tracing the model",
         "searching: batch size 1, best 2.5 samples/s (1 of 9)",
         "searching: batch size 3, best 2.5 samples/s (3 of 9)",
-        "comparing with the usual ways",
+        "pricing DDP, ZeRO-2, FSDP and HSDP",
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 from osdp.cli import plan as plan_command
 from osdp.cli.main import main
 from osdp.errors import DoesNotFit, Remedy
-from osdp.planfile import Plan
+from osdp.planfile import PLAN_VERSION, Plan
 
 HEAVY = ("torch", "highspy", "transformers", "rich", "numpy")
 TINY = ("plan", "gpt-tiny", "--cluster", "4xRTX-TITAN")
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_json_too(capsys: pytest.CaptureFixture[str]) -> No
     assert main([*TINY, "--memory", "4MiB", "--quiet", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     error = document["error"]
-    assert document["version"] == 1
+    assert document["version"] == PLAN_VERSION
     assert error["peak_bytes"] > error["limit_bytes"] > 0
     assert sum(error["memory_parts"].values()) == error["peak_bytes"]
     assert error["peak_at"]

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 import osdp
 from osdp.cost.graph import step_graph_of
-from osdp.cost.issue import Issued
+from osdp.cost.schedule import CollectiveRecord
 from osdp.cost.units import OPERATORS, WHOLE
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
 from osdp.runtime.record import recording
@@ -35,7 +35,7 @@ CALLED_AGAIN: tuple[tuple[type[Model], dict[str, Any]], ...] = (
 )
 
 
-def issued(kinds: list[type[Model]], plans: list[Plan]) -> list[list[Issued]]:
+def issued(kinds: list[type[Model]], plans: list[Plan]) -> list[list[CollectiveRecord]]:
     """What this rank issues in one training step of each plan."""
     found = []
     for kind, plan in zip(kinds, plans, strict=True):
@@ -59,5 +59,5 @@ def test_every_rank_issues_what_is_planned(world: str) -> None:
     assert {unit.two_levels for plan in plans for unit in plan.units} == ({True, False} if world == "2x2" else {False})
     for rank, steps in enumerate(run_ranks(plans[0].cluster.world_size, issued, kinds, plans)):
         for graph, found in zip(graphs, steps, strict=True):
-            assert found == [each.issued for each in graph.collectives()], rank
+            assert found == [each.record for each in graph.collectives()], rank
             assert found

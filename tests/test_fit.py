@@ -9,6 +9,7 @@ import pytest
 from small_models import captured, source
 
 from osdp.api import plan_graph, resolve
+from osdp.batching import Batching
 from osdp.cluster import Cluster
 from osdp.cost.holds import PARTS
 from osdp.cost.tables import Rules
@@ -71,7 +72,7 @@ def test_the_memory_remedy_fits_at_every_size() -> None:
     """Sizes are printed rounded: never down to where the plan no longer fits."""
     graph, training = captured("gpt"), Training.of()
     for batch in (97, 40009):
-        error = nothing_fits(graph, resolve("4xA100-40GB", "1MiB"), training, Rules(), batch)
+        error = nothing_fits(graph, resolve("4xA100-40GB", "1MiB"), training, Rules(), Batching(batch))
         _, match = remedy(error, r"^(.*) of memory on each device")
         enough = resolve("4xA100-40GB", match[1].replace(" ", ""))
         assert enough.limit_bytes >= error.peak_bytes, (batch, match[1])

@@ -308,9 +308,9 @@ def test_function_that_insists_on_a_device_still_gives_meta_and_tied() -> None:
         ("my_functions:", "give both names"),
         ("my_absent:function", "cannot import 'my_absent'.*ModuleNotFoundError"),
         ("my_broken:function", "cannot import 'my_broken'.*ZeroDivisionError"),
-        ("absent/config.json", "does not exist"),
-        ("absent/folder", "does not exist"),
-        (".", "config.json does not exist"),
+        ("absent/config.json", "there is no such file"),
+        ("absent/folder", "there is no such file"),
+        (".", "config.json: there is no such file"),
         ("llama3-8", "did you mean llama3-8b.*osdp models"),
         ("zzz", "unknown model 'zzz': `osdp models`"),
     ],
@@ -335,7 +335,9 @@ def test_bad_config_says_why(change: dict[str, Any], message: str, tmp_path: Pat
         load_model(str(write_config(tmp_path, TINY_LLAMA | change)))
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "no model_type"), ("{}", "no model_type")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not valid JSON"), ("[]", "no model_type"), ("{}", "no model_type")]
+)
 def test_file_that_is_no_config_says_why(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=message):

@@ -147,7 +147,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
 def test_progress_is_reported() -> None:
     seen: list[Progress] = []
     planned("4xCPU", "12MiB", batch=2, progress=seen.append)
-    assert [name for name in dict.fromkeys(p.stage for p in seen)] == ["capture", "search", "baselines"]
+    assert [name for name in dict.fromkeys(p.stage for p in seen)] == ["capture", "baselines", "search"]
 
 
 @pytest.mark.parametrize(("precision", "optimizer"), [("fp32", "sgd"), ("pure-bf16", "adamw-fused")])
@@ -203,8 +203,8 @@ def test_global_batch_is_reached_with_accumulation() -> None:
         ({"global_batch": 66}, "66 does not divide over 4 devices; 64 does"),
         ({"global_batch": 3}, "3 does not divide over 4 devices; 4 does"),
         ({"batch": 2, "global_batch": 8}, "not both"),
-        ({"batch": 0}, "at least 1"),
-        ({"global_batch": -4}, "at least 1"),
+        ({"batch": 0}, "must be from 1 to 1,048,576"),
+        ({"global_batch": -4}, "must be from 1 to 1,048,576"),
     ],
 )
 def test_impossible_batches_are_refused(wrong: dict[str, int], why: str) -> None:

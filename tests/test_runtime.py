@@ -54,6 +54,7 @@ from trained import (
 import osdp
 from osdp.cost.units import OPERATORS
 from osdp.planfile import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.profiling.trial import peak_above_start
 from osdp.runtime.meshes import LANES
 
 NORMS = (1.0, 2.0, float("inf"))
@@ -296,6 +297,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, eps=0.01),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_is_exact_and_allocates_next_to_nothing(dtype: torch.dtype) -> None:
+    gradient = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient.clone()
+    allocated = peak_above_start(lambda: osdp.clip_grad_norm_([parameter], 1.0))
+    assert allocated < gradient.nbytes / 50
+    clipped = gradient.double() / gradient.double().norm()
+    # torch's own norm of so many numbers in single precision is off by more
+    torch.testing.assert_close(parameter.grad.double(), clipped, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=0)
 
 
 def optimized(plan: Plan) -> dict[str, Trained]:

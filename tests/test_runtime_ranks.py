@@ -99,7 +99,8 @@ class LiveBytes(TorchDispatchMode):
 
 def deep_plan(world: str) -> Plan:
     with torch.device("meta"):
-        return plan_of_units(Deep(), world, {(f"blocks.{index}",): FREE for index in range(24)})
+        names = ("tokens", *(f"blocks.{index}" for index in range(24)), "head")
+        return plan_of_units(Deep(), world, {(name,): FREE for name in names})
 
 
 def live_bytes(plan: Plan) -> int:
@@ -208,6 +209,12 @@ def without_a_block(rank: int, model: nn.Module, plan: Plan) -> tuple[nn.Module,
     return model, plan
 
 
+def without_a_unit(rank: int, model: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
+    left = tuple(unit for unit in plan.units if unit.name != "blocks.1")
+    known = replace(plan.model, parameters=sum(unit.parameters for unit in left))
+    return model, replace(plan, units=left, model=known)
+
+
 def other_weights(rank: int, model: nn.Module, plan: Plan) -> tuple[nn.Module, Plan]:
     with torch.no_grad():
         model.head.weight += rank
@@ -221,6 +228,7 @@ def other_weights(rank: int, model: nn.Module, plan: Plan) -> tuple[nn.Module, P
         (other_plan, "2", ("rank 1 has another plan",)),
         (wider, "2", ("blocks.1 has", "planned with")),
         (without_a_block, "2", ("'blocks.1'", "lacks")),
+        (without_a_unit, "2", ("blocks.1.", "is in no unit of the plan")),
         (other_weights, "2", ("rank 1", "head.weight")),
         (wider_on_rank_1, "2", ("on rank 1 blocks.1 has", "planned with")),
         (in_bf16_on_rank_1, "2", ("on rank 1 tokens.weight is torch.bfloat16",)),

@@ -59,8 +59,10 @@ def compare(tables: Tables, batch: int, *, seed: int, count: int = CHOICES) -> l
     """Judges random choices both ways; gives all options that took part."""
     rng = random.Random(seed)
     taken: list[Option] = []
-    for grain in tables.grains():
-        problem = tables.problem(batch, limit=tables.cluster.limit_bytes, grain=grain)
+    accumulation = tables.training.accumulation
+    for recomputed in tables.variants:
+        limit = tables.cluster.limit_bytes
+        problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=recomputed)
         for number in range(count):
             choice = random_choice(problem, rng, uniform=number % 2 == 1)
             verdict = evaluate(problem, choice)
@@ -125,7 +127,6 @@ def test_where_modules_are_called_several_times() -> None:
 def test_long_runs_choose_by_block() -> None:
     """The 18 alike blocks of the preset are one run whose units choose together; its tables are judged alike."""
     tables = tables_for("gpt-pyramid-preset", "8xA100-40GB")
-    assert len(tables.grains()) > 1
     compare(tables, 2, seed=6, count=1)
 
 

@@ -27,8 +27,8 @@ from osdp.cost.layout import Layout, Shape, Shapes
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, PARTS, WHOLE, Option
-from osdp.model.capture import _watched
 from osdp.model.graph import Mark
+from osdp.model.runs import watched
 from osdp.model.structure import own_blocks
 from osdp.model.trace import RawTrace
 from osdp.planfile import (
@@ -149,7 +149,7 @@ def measured(case: Case, plan: Plan) -> tuple[list[Row], Row]:
     """What FSDP2 did, stretch by stretch, and its optimizer step."""
     model = source(case.model)
     with torch.device("meta"):
-        names = list(_watched(plain := model.build(), own_blocks(plain)))
+        names = list(watched(plain := model.build(), own_blocks(plain)))
     raw: RawTrace = dry_run(
         model.build,
         model.inputs,

@@ -73,7 +73,7 @@ def test_losses_fall_and_the_plan_is_measured(whole: Process, plan_file: Path) -
     (start,), (end,) = whole.events("start"), whole.events("end")
     assert start["plan"] == json.loads(plan_file.read_text())
     assert start["plan"]["batch_size"] * start["plan"]["accumulation"] == 4
-    assert end["predicted_step_seconds"] == start["plan"]["predicted"]["expected_seconds"] > 0
+    assert end["predicted_step_seconds"] == start["plan"]["predicted"]["step_seconds"] > 0
     assert end["measured_step_seconds"] > 0 and end["measured_peak_bytes"] > 0
     last = whole.events("step")[-1]
     assert last["validation_loss"] == pytest.approx(last["loss"], abs=0.5)
@@ -198,7 +198,9 @@ def test_bad_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     short.write_text("too short")
     sentence = refused(capsys, "tiny_lm:build", "--data", str(short))
     assert "the data ends after 9 tokens, and one window has 33" in sentence
-    assert "cannot read the data" in refused(capsys, "tiny_lm:build", "--data", str(tmp_path / "none.txt"))
+    assert "it cannot be read (No such file or directory)" in refused(
+        capsys, "tiny_lm:build", "--data", str(tmp_path / "none.txt")
+    )
     cut = tmp_path / "cut.bin"
     cut.write_bytes(bytes(1001))
     assert "1,001 bytes, which is no whole number of uint16" in refused(capsys, "tiny_lm:build", "--data", str(cut))

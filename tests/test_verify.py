@@ -22,7 +22,7 @@ from torch import Tensor
 
 from osdp.cli.main import main
 from osdp.cluster import Cluster
-from osdp.cost.graph import Planned, StepGraph, step_graph_of
+from osdp.cost.graph import PlannedCollective, StepGraph, step_graph_of
 from osdp.cost.units import OPERATORS
 from osdp.errors import DoesNotFit
 from osdp.model.capture import scaled_inputs
@@ -143,7 +143,7 @@ def test_a_tampered_graph_does_not_match() -> None:
         (swapped, "collective 1 is planned as"),
         ((first._replace(nbytes=first.nbytes + 2), *found.planned[1:]), "collective 1 is planned as"),
         (found.planned[:-1], "and not planned"),
-        ((*found.planned, Planned("all_gather", "world", 2, "more")), "and never issued"),
+        ((*found.planned, PlannedCollective("all_gather", "world", 2, "more")), "and never issued"),
     ):
         tampered = replace(found, planned=wrong)
         assert not tampered.collectives_match and not tampered.ok
@@ -160,7 +160,7 @@ def test_a_plan_whose_modes_were_changed_does_not_agree_with_its_claims() -> Non
 
 def test_collectives_are_tallied_by_kind_and_group() -> None:
     _, graph = planned("gpt", "2x2", STOCK, modes=(KEEP_IN_NODE,))
-    tallies = tallied([each.issued for each in graph.collectives()])
+    tallies = tallied([each.record for each in graph.collectives()])
     assert [(tally.kind, tally.group) for tally in tallies] == [
         ("all_gather", "node"),
         ("reduce_scatter", "node"),

@@ -102,7 +102,7 @@ def measured(args: Any) -> dict[str, Any]:
                 print(
                     f"{perf_counter() - began:5.0f} s  {world:>3}  {case['model']:12} {case['way']:18} batch "
                     f"{case['batch']}: {case['step_seconds']:.3f} s, predicted "
-                    f"{case['plan']['predicted']['expected_seconds']:.3f}",
+                    f"{case['plan']['predicted']['step_seconds']:.3f}",
                     file=sys.stderr,
                     flush=True,
                 )

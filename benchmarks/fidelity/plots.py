@@ -13,7 +13,7 @@ def draw(cases: Sequence[dict[str, Any]], folder: Path) -> None:
     """Writes memory.svg and time.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     peaks = [(c["world"], c["peak_bytes"] / MIB, c["plan"]["predicted"]["peak_bytes"] / MIB) for c in cases]
-    times = [(c["world"], c["step_seconds"] * 1e3, c["plan"]["predicted"]["expected_seconds"] * 1e3) for c in cases]
+    times = [(c["world"], c["step_seconds"] * 1e3, c["plan"]["predicted"]["step_seconds"] * 1e3) for c in cases]
     _scatter(peaks, "peak memory, MiB", 0.03, folder / "fidelity-memory.svg")
     _scatter(times, "step time, ms", 0.20, folder / "fidelity-time.svg")
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from osdp.api import plan_graph
 from osdp.baselines import baselines
+from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
@@ -104,7 +105,8 @@ def planned(cluster: Cluster, out: Console) -> tuple[Plan, Plan]:
 
 def smallest_peak(graph: ModelGraph, cluster: Cluster, training: Training, way: str) -> int:
     """What a way needs at least: one sample at a time."""
-    return min(each.peak_bytes for each in baselines(graph, cluster, training, batch=1) if each.name == way)
+    ways = (each.baseline for each in baselines(graph, cluster, training, Batching(batch=1)))
+    return min(each.peak_bytes for each in ways if each.name == way)
 
 
 def best_fsdp(plan: Plan) -> Baseline:

@@ -66,7 +66,7 @@ def page_of(plan: Plan, fsdp: Plan, measured: Mapping[str, Mapping[str, Any]], *
             Row(
                 way=name,
                 step_seconds=seconds,
-                predicted_step_seconds=predicted[name].expected_seconds,
+                predicted_step_seconds=predicted[name].step_seconds,
                 tokens_per_second=tokens,
                 peak_bytes=found["peak_bytes"],
                 predicted_peak_bytes=predicted[name].peak_bytes,

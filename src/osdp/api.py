@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from osdp.baselines import baselines
+from osdp.baselines import Way, baselines
+from osdp.batching import LARGEST_MICRO_BATCH, Batching
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout
-from osdp.cost.tables import Grain, Rules, Tables
+from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.errors import DoesNotFit, UsageError
@@ -26,8 +27,9 @@ from osdp.planfile import (
     PlanUnit,
     Predicted,
 )
-from osdp.search.batches import Candidate, Found, largest_batch, search_batches
+from osdp.search.batches import Candidate, Found, Seed, judged, largest_batch, search_batches, smaller_batch
 from osdp.search.problem import Problem
+from osdp.search.solve import lowest_peak, relaxed_bound
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,6 +63,7 @@ def plan(
     optimizer: str = "adamw",
     reduce_dtype: str | None = None,
     batch: int | None = None,
+    accumulation: int | None = None,
     global_batch: int | None = None,
     pin: Mapping[str, str] | Iterable[str] | None = None,
     modes: Iterable[str] | None = None,
@@ -75,7 +78,8 @@ def plan(
     """Finds the plan with the most samples per second that fits the memory, and proves it.
 
     `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
-    micro-batch of a device, `global_batch` the samples of a step over all of them. `pin` holds units to modes by name
+    micro-batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
+    devices. `pin` holds units to modes by name
     pattern, `modes` restricts all. With `verify` the peak is that of a dry run: where it differs from the prediction,
     the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak and what
     would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
@@ -87,15 +91,18 @@ def plan(
     report = progress or (lambda _: None)
     rules = Rules(modes=tuple(modes or MODES), split=split, recompute=recompute, pins=read_pins(pin) or None)
     devices = resolve(cluster, memory)
+    batching = Batching(batch, accumulation, global_batch)
 
     def make() -> Plan:
         report(Progress("capture", 0, 0, 1, 0.0))
+        compute_dtype = training.precision.compute_dtype
         graph = capture(
-            model, example_inputs, loss=loss, name=name, compute_dtype=training.precision.compute_dtype, seq_len=seq_len
+            model, example_inputs, loss=loss, name=name, compute_dtype=compute_dtype, seq_len=seq_len, batch=batch
         )
 
         def search(cluster: Cluster) -> Plan:
-            return plan_graph(graph, cluster, training, rules, batch=batch, global_batch=global_batch, progress=report)
+            samples = {"batch": batch, "accumulation": accumulation, "global_batch": global_batch}
+            return plan_graph(graph, cluster, training, rules, progress=report, **samples)
 
         if not verify:
             return search(devices)
@@ -112,7 +119,7 @@ def plan(
         def misfit(truth: Verification) -> DoesNotFit:
             unseen = truth.measured_peak_bytes - truth.predicted_peak_bytes
             least = Measured(truth.measured_peak_bytes, truth.measured_at, truth.measured_parts, unseen)
-            return nothing_fits(graph, devices, training, rules, batch or 1, global_batch=global_batch, measured=least)
+            return nothing_fits(graph, devices, training, rules, batching, measured=least)
 
         return plan_verified(devices, search, check, misfit)
 
@@ -146,88 +153,155 @@ def plan_graph(
     rules: Rules,
     *,
     batch: int | None = None,
+    accumulation: int | None = None,
     global_batch: int | None = None,
     progress: Report | None = None,
     search_seconds: float = SEARCH_SECONDS,
 ) -> Plan:
     """Plans a captured model: the search, its proof, and the baselines beside it."""
+    given = batch is not None or global_batch is not None
+    batching = Batching(batch if given else graph.only_batch, accumulation, global_batch)
     report = progress or (lambda _: None)
+    report(Progress("baselines", 0, 0, 1, 0.0))
+    ways = baselines(graph, cluster, training, batching)
     report(Progress("search", 0, 0, 1, 0.0))
-    micro = _micro(batch, global_batch, cluster)
-    tables = {a: Tables(graph, cluster, replace(training, accumulation=a), rules) for a in micro}
-    candidates = [c for a, sizes in micro.items() for c in _candidates(tables[a], cluster, sizes)]
+    graph.check_batches(size for _, size in batching.ways(cluster.world_size) if size)
+    space = _Space(graph, cluster, training, rules, batching)
 
     def shown(size: int, done: int, waiting: int, each: float) -> None:
         rate = cluster.world_size / each if each > 0 else 0.0
         report(Progress("search", size, done, done + waiting, rate))
 
-    found = search_batches(candidates, seconds=search_seconds, progress=shown) if candidates else None
+    seeds = [seed for way in ways if way.baseline.feasible for seed in space.seeds(way)]
+    found = search_batches(space.candidates, seconds=search_seconds, seeds=seeds, progress=shown)
+    found = found or space.smallest()
     if found is None:
-        raise nothing_fits(graph, cluster, training, rules, batch or 1, global_batch=global_batch)
-    report(Progress("baselines", found.batch, 0, 1, cluster.world_size / found.seconds_per_sample))
-    chosen = tables[found.candidate.accumulation]
-    problem = found.candidate.make(found.batch, found.batch)
-    layout, options = chosen.read(problem, found.choice)
+        raise nothing_fits(graph, cluster, training, rules, batching)
+    taken = _preferred(found, seeds, batching, search_seconds)
+    layout, options = space.read(taken)
+    predicted = _predicted(layout, options, taken, space.training(taken.candidate.accumulation), cluster)
+    _check_against(predicted, seeds, cluster)
     return Plan(
         version=PLAN_VERSION,
-        model=PlanModel(graph.name, graph.num_parameters, graph.seq_len),
+        model=PlanModel(graph.name, graph.num_parameters, graph.seq_len, uncalled_parameters(graph, layout)),
         cluster=cluster,
         precision=training.precision.name,
         reduce_dtype=training.reduce_dtype,
         optimizer=training.optimizer.name,
-        batch_size=found.batch,
-        accumulation=found.candidate.accumulation,
-        predicted=_predicted(layout, options, found, chosen),
-        certificate=_certificate(found, cluster, chosen),
-        baselines=baselines(graph, cluster, training, batch=batch, global_batch=global_batch),
+        batch_size=taken.batch,
+        accumulation=taken.candidate.accumulation,
+        predicted=predicted,
+        certificate=_certificate(found, cluster, space.num_options),
+        baselines=tuple(way.baseline for way in ways),
         units=plan_units(layout, options),
     )
 
 
-def _micro(batch: int | None, global_batch: int | None, cluster: Cluster) -> dict[int, tuple[int, int] | None]:
-    """Accumulations, each with the interval of micro-batches to look at; None where memory bounds it."""
-    for what, value in (("batch", batch), ("global batch", global_batch)):
-        if value is not None and value < 1:
-            raise UsageError(f"the {what} is {value} but must be at least 1")
-    if batch is not None and global_batch is not None:
-        raise UsageError("give a batch or a global batch, not both: one follows from the other")
-    if batch is not None:
-        return {1: (batch, batch)}
-    if global_batch is None:
-        return {1: None}
-    each, rest = divmod(global_batch, cluster.world_size)
-    if rest:
-        raise UsageError(
-            f"a global batch of {global_batch} does not divide over {cluster.world_size} devices; "
-            f"{max(each, 1) * cluster.world_size} does"
-        )
-    return {a: (each // a, each // a) for a in range(1, each + 1) if each % a == 0}
+class _Space:
+    """All that may be chosen for a model on a cluster: problems by accumulation, batch size and variant."""
+
+    def __init__(
+        self, graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batching: Batching
+    ) -> None:
+        self._graph, self._cluster, self._training, self._rules = graph, cluster, training, rules
+        self._tables: dict[bool, Tables] = {}
+        self.candidates = [
+            candidate
+            for accumulation, batch in batching.ways(cluster.world_size)
+            for candidate in self._candidates(accumulation, batch)
+        ]
+
+    def training(self, accumulation: int) -> Training:
+        return replace(self._training, accumulation=accumulation)
+
+    def tables(self, accumulation: int) -> Tables:
+        """Micro-batches that are accumulated cost the same however many they are."""
+        often = accumulation > 1
+        if often not in self._tables:
+            self._tables[often] = Tables(self._graph, self._cluster, self.training(accumulation), self._rules)
+        return self._tables[often]
+
+    @property
+    def num_options(self) -> int:
+        return max(tables.num_options for tables in self._tables.values())
+
+    def _candidates(self, accumulation: int, batch: int | None) -> Iterator[Candidate]:
+        """One family of problems for each variant; without a given batch size, up to the largest that may fit."""
+        tables, limit = self.tables(accumulation), self._cluster.limit_bytes
+        for recomputed in tables.variants:
+
+            def make(batch: int, time_batch: int, recomputed: bool | None = recomputed) -> Problem:
+                variant = {"accumulation": accumulation, "recomputed": recomputed}
+                return tables.problem(batch, limit=limit, time_batch=time_batch, **variant)
+
+            low, high = (batch, batch) if batch else (1, largest_batch(make, most=LARGEST_MICRO_BATCH))
+            if high:
+                yield Candidate(recomputed, make, accumulation, low, high)
+
+    def seeds(self, way: Way) -> Iterator[Seed]:
+        """A usual way to train as a choice of this space, if the rules allow it."""
+        for candidate in self.candidates:
+            size, micro = way.baseline.batch_size, way.baseline.accumulation
+            inside = candidate.low <= size <= candidate.high and candidate.accumulation == micro
+            if inside and candidate.key in (None, way.uniform.recompute):
+                problem = candidate.make(size, size)
+                choice = self.tables(micro).uniform(problem, way.uniform)
+                if choice is not None:
+                    yield candidate, size, choice
+
+    def smallest(self) -> Found | None:
+        """A plan that needs as little memory as any, should the search have missed that it fits."""
+        for candidate in self.candidates:
+            choice, _ = lowest_peak(candidate.make(candidate.low, candidate.low))
+            found = judged(candidate, candidate.low, choice)
+            if found is not None:
+                problem = candidate.make(candidate.low, candidate.high)
+                bound = relaxed_bound(problem) / (candidate.high * candidate.accumulation)
+                return replace(found, status="time limit", bound=min(bound, found.seconds_per_sample))
+        return None
+
+    def read(self, found: Found) -> tuple[Layout, list[Option]]:
+        problem = found.candidate.make(found.batch, found.batch)
+        return self.tables(found.candidate.accumulation).read(problem, found.choice)
 
 
-def _candidates(tables: Tables, cluster: Cluster, sizes: tuple[int, int] | None) -> Iterator[Candidate]:
-    """One family of problems for each grain; without given sizes, up to the largest batch that may fit."""
-    for grain in tables.grains():
-
-        def make(batch: int, time_batch: int, grain: Grain = grain) -> Problem:
-            return tables.problem(batch, limit=cluster.limit_bytes, grain=grain, time_batch=time_batch)
-
-        low, high = sizes or (1, largest_batch(make))
-        if high:
-            yield Candidate(grain, make, tables.training.accumulation, low, high)
+CLOSE = 0.01  # of the best rate: within it the smallest micro-batch is preferred
 
 
-def _predicted(layout: Layout, options: list[Option], found: Found, tables: Tables) -> Predicted:
-    graph = step_graph(layout, options, found.batch, tables.training, tables.cluster)
+def _preferred(found: Found, seeds: Sequence[Seed], batching: Batching, search_seconds: float) -> Found:
+    """The plan with the smallest micro-batch that is within CLOSE of the fastest, and no slower than a usual way."""
+    if batching.batch is not None or batching.global_batch is not None:
+        return found
+    usual = [each.seconds_per_sample for seed in seeds if (each := judged(*seed)) is not None]
+    return smaller_batch(found, min([found.seconds_per_sample / (1 - CLOSE), *usual]), seconds=search_seconds / 4)
+
+
+def _check_against(predicted: Predicted, seeds: Sequence[Seed], cluster: Cluster) -> None:
+    """No plan is slower than a usual way that is in its space: it would be a fault of the search."""
+    for seed in seeds:
+        usual = judged(*seed)
+        if usual is None:
+            continue
+        rate = cluster.world_size / usual.seconds_per_sample
+        if predicted.samples_per_second < rate * (1 - 1e-6):
+            raise RuntimeError(
+                f"the search returned a plan of {predicted.samples_per_second:.6g} samples/s, a usual way to train "
+                f"reaches {rate:.6g}: this is a fault of osdp, please report it with the command"
+            )
+
+
+def _predicted(layout: Layout, options: list[Option], found: Found, training: Training, cluster: Cluster) -> Predicted:
+    graph = step_graph(layout, options, found.batch, training, cluster)
     timeline, time = graph.timeline(), graph.time()
-    cluster = tables.cluster
-    memory = cluster.device.memory_bytes if cluster.memory_bytes is None else cluster.memory_bytes
     return Predicted(
         step_seconds=time.total,
-        expected_seconds=graph.simulated_seconds(),
         samples_per_second=found.batch * found.candidate.accumulation * cluster.world_size / time.total,
+        mfu=layout.graph.flops_at(found.batch)
+        * found.candidate.accumulation
+        / (time.total * cluster.device.peak_flops[training.precision.compute_dtype]),
         peak_bytes=timeline.peak_bytes,
         limit_bytes=cluster.limit_bytes,
-        reserve_bytes=memory - cluster.limit_bytes,
+        reserve_bytes=sum(cluster.reserve.values()),
         peak_at=str(timeline.peak),
         memory_parts=timeline.peak.parts,
         time_parts={
@@ -240,18 +314,26 @@ def _predicted(layout: Layout, options: list[Option], found: Found, tables: Tabl
     )
 
 
-def _certificate(found: Found, cluster: Cluster, tables: Tables) -> Certificate:
+def _certificate(found: Found, cluster: Cluster, options: int) -> Certificate:
     bound = cluster.world_size / found.bound
     rate = cluster.world_size / found.seconds_per_sample
     return Certificate(
         status=found.status,
         bound=bound,
-        gap=max(0.0, (bound - rate) / bound),
+        gap=max(0.0, 1 - rate / bound),
+        fastest_samples_per_second=rate,
+        fastest_batch_size=found.batch,
         nodes=found.nodes,
         seconds=found.seconds,
         batches_searched=found.solved,
-        options=tables.num_options,
+        options=options,
     )
+
+
+def uncalled_parameters(graph: ModelGraph, layout: Layout) -> dict[str, int]:
+    """The parameters that are in no unit, because no call reaches them; see `PlanModel`."""
+    held = {parameter.name for unit in layout.units for parameter in unit.parameters}
+    return {name: parameter.numel for name, parameter in graph.parameters.items() if name not in held}
 
 
 def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:

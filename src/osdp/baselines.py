@@ -2,106 +2,109 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from osdp.batching import LARGEST_MICRO_BATCH, Batching
 from osdp.cluster import Cluster
-from osdp.cost.tables import Rules, Tables
+from osdp.cost.tables import Rules, Tables, Uniform
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, modes_for
 from osdp.model.graph import ModelGraph
 from osdp.planfile import FREE, FREE_IN_NODE, KEEP, REPLICATE, Baseline
-from osdp.search.batches import MOST_SAMPLES
-from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.search.problem import Verdict, evaluate
 
 WAYS = (("DDP", REPLICATE), ("ZeRO-2", KEEP), ("FSDP", FREE), ("HSDP", FREE_IN_NODE))
 
 
-def baselines(
-    graph: ModelGraph,
-    cluster: Cluster,
-    training: Training,
-    *,
-    batch: int | None = None,
-    global_batch: int | None = None,
-) -> tuple[Baseline, ...]:
+@dataclass(frozen=True)
+class Way:
+    """A usual way to train at its best, and how it holds every unit."""
+
+    baseline: Baseline
+    uniform: Uniform
+
+
+def baselines(graph: ModelGraph, cluster: Cluster, training: Training, batching: Batching) -> tuple[Way, ...]:
     """Every way that differs on this cluster, with and without recompute."""
-    known = modes_for(cluster)
-    found = []
-    for name, mode in WAYS:
-        if mode not in known:
-            continue
-        for again in (False, True) if any(stage.recomputed for stage in graph.stages) else (False,):
-            found.append(_baseline(name, mode, again, graph, cluster, training, batch, global_batch))
-    return tuple(found)
+    prices = _Prices(graph, cluster, training)
+    again = (False, True) if any(stage.recomputed for stage in graph.stages) else (False,)
+    ways = [(name, mode) for name, mode in WAYS if mode in modes_for(cluster)]
+    return tuple(_best(prices, batching, name, mode, recompute) for name, mode in ways for recompute in again)
 
 
-def _baseline(
-    name: str,
-    mode: str,
-    again: bool,
-    graph: ModelGraph,
-    cluster: Cluster,
-    training: Training,
-    batch: int | None,
-    global_batch: int | None,
-) -> Baseline:
-    rules = Rules(
-        modes=(mode,),
-        split=False,
-        recompute=again,
-        only_recompute=again,
-        granularities=(WHOLE,),
-        two_levels=False,
-    )
-    best: tuple[float, int, int, Verdict] | None = None
-    smallest = 0
-    for micro, sizes in _ways(batch, global_batch, cluster):
-        tables = Tables(graph, cluster, replace(training, accumulation=micro), rules)
-        size, verdict = _largest(tables, cluster) if sizes is None else (sizes, _verdict(tables, cluster, sizes))
-        smallest = smallest or verdict.peak
-        if verdict.peak <= cluster.limit_bytes:
-            each = verdict.seconds / (size * micro)
-            if best is None or each < best[0]:
-                best = each, size, micro, verdict
-    if best is None:
-        return Baseline(name, again, False, 0, 0, 0.0, 0.0, smallest)
-    each, size, micro, verdict = best
-    return Baseline(name, again, True, size, micro, cluster.world_size / each, verdict.seconds, verdict.peak)
+class _Prices:
+    """The tables of ways that hold every unit alike: with micro-batches that are accumulated, and without."""
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, training: Training) -> None:
+        self.cluster = cluster
+        self._graph, self._training = graph, training
+
+    def _tables(self, accumulation: int) -> Tables:
+        rules = Rules(split=False, granularities=(WHOLE,), two_levels=False)
+        return Tables(self._graph, self.cluster, replace(self._training, accumulation=accumulation), rules)
+
+    @cached_property
+    def _once(self) -> Tables:
+        return self._tables(1)
+
+    @cached_property
+    def _often(self) -> Tables:
+        return self._tables(2)
+
+    def verdict(self, uniform: Uniform, batch: int, accumulation: int) -> Verdict:
+        tables = self._often if accumulation > 1 else self._once
+        variant = None if tables.variants == [None] else uniform.recompute
+        limit = self.cluster.limit_bytes
+        problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=variant)
+        choice = tables.uniform(problem, uniform)
+        assert choice is not None
+        return evaluate(problem, choice)
+
+    def fits(self, verdict: Verdict) -> bool:
+        return verdict.peak <= self.cluster.limit_bytes
 
 
-def _ways(batch: int | None, global_batch: int | None, cluster: Cluster) -> list[tuple[int, int | None]]:
-    if global_batch is None:
-        return [(1, batch)]
-    each = global_batch // cluster.world_size
-    return [(a, each // a) for a in range(1, each + 1) if each % a == 0]
+def _best(prices: _Prices, batching: Batching, name: str, mode: str, recompute: bool) -> Way:
+    """The fastest over all micro-batches, gradients reduced in each or once; where none fits, the smallest peak."""
+    best: tuple[float, Way] | None = None
+    smallest: tuple[int, Way] | None = None
+    for uniform, micro, batch, verdict in _tried(prices, batching, mode, recompute):
+        each = verdict.seconds / (batch * micro)
+        rate = prices.cluster.world_size / each
+        found = Baseline(name, recompute, True, batch, micro, rate, verdict.seconds, verdict.peak)
+        if prices.fits(verdict) and (best is None or each < best[0]):
+            best = each, Way(found, uniform)
+        if smallest is None or verdict.peak < smallest[0]:
+            missing = Baseline(name, recompute, False, 0, 0, 0.0, 0.0, verdict.peak)
+            smallest = verdict.peak, Way(missing, uniform)
+    assert smallest is not None
+    return smallest[1] if best is None else best[1]
 
 
-def _verdict(tables: Tables, cluster: Cluster, batch: int) -> Verdict:
-    return evaluate(*_only_choice(tables.problem(batch, limit=cluster.limit_bytes)))
+def _tried(
+    prices: _Prices, batching: Batching, mode: str, recompute: bool
+) -> Iterator[tuple[Uniform, int, int, Verdict]]:
+    for micro, batch in batching.ways(prices.cluster.world_size):
+        for once in (False, True) if micro > 1 else (False,):
+            uniform = Uniform(mode, recompute, once)
+            size = _largest(prices, uniform, micro) if batch is None else batch
+            yield uniform, micro, size, prices.verdict(uniform, size, micro)
 
 
-def _only_choice(problem: Problem) -> tuple[Problem, tuple[StageChoice, ...]]:
-    """The first option of every unit: there is one, but for reducing at every micro-batch or once, as is usual."""
-    choice = []
-    for stage in problem.stages:
-        units = stage.shapes[0].units
-        choice.append(StageChoice(0, tuple((len(options) - 1, 1) for options in units)))
-    return problem, tuple(choice)
+def _largest(prices: _Prices, uniform: Uniform, micro: int) -> int:
+    """The largest batch size that fits: seconds per sample never grow with it. 1 if none does."""
 
+    def fits(batch: int) -> bool:
+        return prices.fits(prices.verdict(uniform, batch, micro))
 
-def _largest(tables: Tables, cluster: Cluster) -> tuple[int, Verdict]:
-    """The largest batch size that fits: seconds per sample never grow with it. One that does not fit, if none does."""
-    first = _verdict(tables, cluster, 1)
-    if first.peak > cluster.limit_bytes:
-        return 1, first
-    low, high, best = 1, 2, first
-    while high <= MOST_SAMPLES and (verdict := _verdict(tables, cluster, high)).peak <= cluster.limit_bytes:
-        low, high, best = high, 2 * high, verdict
+    if not fits(1):
+        return 1
+    low, high = 1, 2
+    while high <= LARGEST_MICRO_BATCH and fits(high):
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        verdict = _verdict(tables, cluster, middle)
-        if verdict.peak <= cluster.limit_bytes:
-            low, best = middle, verdict
-        else:
-            high = middle
-    return low, best
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

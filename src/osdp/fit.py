@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
 from osdp.cost.holds import PARTS, SAVED, TEMPORARIES
 from osdp.cost.tables import Rules, Tables
@@ -38,8 +39,10 @@ def smallest_timeline(graph: ModelGraph, cluster: Cluster, training: Training, r
     """The timeline of a plan that needs as little memory as any."""
     tables = Tables(graph, cluster, training, rules)
     found: list[Timeline] = []
-    for grain in tables.grains():
-        problem = tables.problem(batch, limit=cluster.limit_bytes, grain=grain)
+    for recomputed in tables.variants:
+        problem = tables.problem(
+            batch, limit=cluster.limit_bytes, accumulation=training.accumulation, recomputed=recomputed
+        )
         choice, _ = lowest_peak(problem)
         found.append(build_timeline(*tables.read(problem, choice), batch, training, cluster))
     return min(found, key=lambda timeline: timeline.peak_bytes)
@@ -50,16 +53,15 @@ def nothing_fits(
     cluster: Cluster,
     training: Training,
     rules: Rules,
-    batch: int,
+    batching: Batching,
     *,
-    global_batch: int | None = None,
     measured: Measured | None = None,
 ) -> DoesNotFit:
     """The error that says how small the peak can be made, where it is, and what would make it fit.
 
-    With a `global_batch`, however it is accumulated; `measured` is the least that dry runs found, if they were made.
+    However a global batch is accumulated; `measured` is the least that dry runs found, if they were made.
     """
-    needs = _Needs(graph, rules, batch, global_batch)
+    needs = _Needs(graph, rules, batching)
     timeline = needs.least(cluster, training)
     assert timeline is not None
     peak = timeline.peak
@@ -85,31 +87,22 @@ class _Needs:
 
     graph: ModelGraph
     rules: Rules
-    batch: int
-    global_batch: int | None
+    batching: Batching
 
     def least(self, cluster: Cluster, training: Training) -> Timeline | None:
         """The smallest timeline; None where the global batch does not divide over the cluster."""
         found = [
             smallest_timeline(self.graph, cluster, replace(training, accumulation=accumulation), self.rules, batch)
-            for accumulation, batch in self._micro_batches(cluster)
+            for accumulation, batch in self.batching.smallest(cluster.world_size)
         ]
         return min(found, key=lambda timeline: timeline.peak_bytes, default=None)
-
-    def _micro_batches(self, cluster: Cluster) -> set[tuple[int, int]]:
-        """Accumulations and micro-batches, without those that need more than another."""
-        if self.global_batch is None:
-            return {(1, self.batch)}
-        each, rest = divmod(self.global_batch, cluster.world_size)
-        # accumulated gradients need the same room however often they are, so the smallest micro-batch needs least
-        return set() if rest or not each else {(1, each), (each, 1)}
 
 
 def _remedies(
     needs: _Needs, cluster: Cluster, training: Training, timeline: Timeline, least: Measured
 ) -> Iterator[Remedy]:
     limit, unseen = cluster.limit_bytes, least.unseen_bytes
-    needed = -(-int(least.peak_bytes / (1 - cluster.reserve_fraction)) // (1 << 20)) + 1
+    needed = -(-cluster.with_limit(least.peak_bytes).total_bytes // (1 << 20)) + 1
     size = f"{format_bytes(needed << 20)} of memory on each device"
     yield Remedy(size, least.peak_bytes, least.peak_bytes, estimate=unseen != 0)
 
@@ -123,8 +116,8 @@ def _remedies(
     if needs.rules != Rules():
         of = replace(needs, rules=Rules())
         yield from tried("dropping the restrictions on modes, splits, recompute and pins", of=of)
-    if needs.global_batch is None and needs.batch > 1:
-        yield from tried("a batch of 1", of=replace(needs, batch=1))
+    if needs.batching.batch is not None and needs.batching.batch > 1:
+        yield from tried("a batch of 1", of=replace(needs, batching=replace(needs.batching, batch=1)))
     yield from _more_devices(cluster, tried)
     yield from _lighter(training, tried)
     yield from _shorter(needs.graph, timeline, limit, unseen)

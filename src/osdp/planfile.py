@@ -1,25 +1,32 @@
 """The answer: which unit is held how, at which batch size, what it costs, and the proof. Frozen, versioned, JSON.
 
-A plan file is data: reading one runs no code, and every field is checked.
+A plan file is data: reading one runs no code, every field is checked, and so is the plan as a whole (osdp.plan_check).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, TypeVar
+
+from msgspec import Meta
 
 from osdp.cluster import Cluster
 from osdp.errors import UsageError
+from osdp.files import convert, plain, read_json, write_json
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
+MOST_TOKENS = 1 << 24  # of a sample
+MOST_SPLITS = 16
+
+Samples = Annotated[int, Meta(ge=1, le=1 << 32)]  # a tiny model on a large device may take many
+Whole = Annotated[int, Meta(ge=0, le=1 << 60)]
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 
 REPLICATE = "replicate"
 KEEP = "keep"
@@ -34,11 +41,15 @@ MODES = (REPLICATE, KEEP, FREE, FREE_TO_NODE, KEEP_IN_NODE, FREE_IN_NODE)
 
 @dataclass(frozen=True)
 class PlanModel:
-    """The model a plan was made for, as far as a plan must know it."""
+    """The model a plan was made for, as far as a plan must know it.
+
+    `uncalled` has the parameters that are in no unit, because no call of the model reaches them, with their elements.
+    """
 
     name: str
-    parameters: int
-    seq_len: int | None
+    parameters: Whole
+    seq_len: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None
+    uncalled: Mapping[str, Whole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,55 +64,69 @@ class PlanUnit:
     """
 
     name: str
-    modules: tuple[str, ...]
+    modules: Annotated[tuple[str, ...], Meta(min_length=1)]
     block: str | None
     mode: str
-    splits: int
-    sharded_splits: int
+    splits: Annotated[int, Meta(ge=1, le=MOST_SPLITS)]
+    sharded_splits: Annotated[int, Meta(ge=0, le=MOST_SPLITS)]
     recompute: bool
     reduce_once: bool
     two_levels: bool
-    parameters: int
+    parameters: Whole
 
-    @property
-    def depth(self) -> int:
-        """How deep in the model its deepest module is; the model itself is at 0."""
-        return max(len(name.split(".")) if name else 0 for name in self.modules)
+
+def unit_depths(units: Sequence[PlanUnit]) -> dict[str, int]:
+    """How deep in the model every unit is: its shallowest module that holds modules of units, else its deepest one.
+
+    Deeper units are sharded first, so that a unit gets what is left below its modules.
+    """
+    parts = [name.split(".") for unit in units for name in unit.modules if name]
+    holders = {".".join(each[:length]) for each in parts for length in range(len(each))}
+
+    def depth(unit: PlanUnit) -> int:
+        levels = {name: len(name.split(".")) if name else 0 for name in unit.modules}
+        holding = [level for name, level in levels.items() if name in holders]
+        return min(holding) if holding else max(levels.values())
+
+    return {unit.name: depth(unit) for unit in units}
 
 
 @dataclass(frozen=True)
 class Predicted:
     """What a step is expected to take, on every device alike.
 
-    `step_seconds`, which the rate and `time_parts` follow, is the sum of its phases: the search minimises it.
-    `expected_seconds` is nearer to what runs: the same step on two streams, node by node.
+    `step_seconds` is what the search minimises, what its proof speaks of and what the rate follows.
     """
 
-    step_seconds: float
-    expected_seconds: float
-    samples_per_second: float
-    peak_bytes: int
-    limit_bytes: int
-    reserve_bytes: int  # device memory beyond the limit: context, libraries' buffers, fragmentation
+    step_seconds: NotNegative
+    samples_per_second: NotNegative
+    mfu: NotNegative  # model FLOPs utilization: of the devices' peak, without what is recomputed
+    peak_bytes: Whole
+    limit_bytes: Whole
+    reserve_bytes: Whole  # device memory beyond the limit: context, libraries' buffers, fragmentation
     peak_at: str
-    memory_parts: Mapping[str, int]
-    time_parts: Mapping[str, float]
+    memory_parts: Mapping[str, Whole]
+    time_parts: Mapping[str, Finite]
 
 
 @dataclass(frozen=True)
 class Certificate:
     """How it is known that no plan is faster.
 
-    `bound` is in samples per second: no plan of the searched space exceeds it. `gap` is (bound - found) / bound.
+    `bound` is in samples per second: no plan of the searched space exceeds it. `gap` is (bound - fastest) / bound for
+    the fastest plan that was found, which has a micro-batch of `fastest_batch_size`; the plan itself may take a smaller
+    one at nearly that rate.
     """
 
     status: str
-    bound: float
-    gap: float
-    nodes: int
-    seconds: float
-    batches_searched: int
-    options: int
+    bound: NotNegative
+    gap: Annotated[float, Meta(ge=0, le=1)]
+    fastest_samples_per_second: NotNegative
+    fastest_batch_size: Whole
+    nodes: Whole
+    seconds: NotNegative
+    batches_searched: Whole
+    options: Whole
 
 
 @dataclass(frozen=True)
@@ -111,11 +136,11 @@ class Baseline:
     name: str
     recompute: bool
     feasible: bool
-    batch_size: int
-    accumulation: int
-    samples_per_second: float
-    step_seconds: float
-    peak_bytes: int
+    batch_size: Whole
+    accumulation: Whole
+    samples_per_second: NotNegative
+    step_seconds: NotNegative
+    peak_bytes: Whole
 
 
 @dataclass(frozen=True)
@@ -128,47 +153,35 @@ class Plan:
     precision: str
     reduce_dtype: str
     optimizer: str
-    batch_size: int
-    accumulation: int
+    batch_size: Samples
+    accumulation: Samples
     predicted: Predicted
     certificate: Certificate
     baselines: tuple[Baseline, ...]
-    units: tuple[PlanUnit, ...]
+    units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1)]
 
     @property
     def global_batch(self) -> int:
         return self.batch_size * self.accumulation * self.cluster.world_size
 
     def to_dict(self) -> dict[str, Any]:
-        plain = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-        return {**plain, "cluster": {"word": self.cluster.word, **self.cluster.to_dict()}}
+        return {**plain(self), "cluster": {"word": self.cluster.word, **self.cluster.to_dict()}}
 
     @property
     def digest(self) -> str:
         """Equal for plans that run alike, whatever was predicted of them: ranks compare it before they run one."""
-        run = replace(self, predicted=None, certificate=None, baselines=()).to_dict()  # type: ignore[arg-type]
+        predicted = ("predicted", "certificate", "baselines")
+        run = {key: value for key, value in self.to_dict().items() if key not in predicted}
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan, all of it or nothing: the file is replaced in one step."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-            partial.replace(target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UsageError(f"cannot write the plan to {target}: {error.strerror}; choose another path") from None
+        write_json(self.to_dict(), path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Reads a plan file; anything but a complete plan of this version is refused."""
-        try:
-            document = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise UsageError(f"cannot read the plan {path}: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is not a plan: {error}; write one with osdp plan -o") from None
+        document = read_json(path, remedy="give a plan file, as osdp plan -o writes it")
         try:
             return Plan.from_dict(document)
         except UsageError as error:
@@ -176,20 +189,26 @@ class Plan:
 
     @staticmethod
     def from_dict(document: Any) -> Plan:
+        """What `to_dict` gave; a plan that makes no sense as a whole is refused too."""
+        from osdp.plan_check import check_plan  # here, because it imports this file
+
         if not isinstance(document, dict) or "version" not in document:
             raise UsageError("this is not a plan: it has no version; write one with osdp plan -o")
-        if document["version"] != PLAN_VERSION:
+        version = document["version"]
+        if type(version) is not int or version != PLAN_VERSION:
             raise UsageError(
-                f"the plan has version {document['version']!r}, this osdp reads version {PLAN_VERSION}; plan again"
+                f"the plan has version {version!r:.40}, this osdp reads version {PLAN_VERSION};"
+                " plan again with osdp plan"
             )
-        cluster = document.get("cluster")
-        if not isinstance(cluster, dict):
+        given = document.get("cluster")
+        if not isinstance(given, dict):
             raise UsageError("the plan's cluster is missing; plan again")
-        cluster = Cluster.from_dict({key: value for key, value in cluster.items() if key != "word"})
-        plan = _read(Plan, {**document, "cluster": cluster}, "plan")
-        wrong = [unit.mode for unit in plan.units if unit.mode not in MODES]
-        if wrong:
-            raise UsageError(f"unknown mode {wrong[0]!r}; the modes are {', '.join(MODES)}")
+        try:
+            cluster = Cluster.from_dict({key: value for key, value in given.items() if key != "word"})
+        except UsageError as error:
+            raise UsageError(f"in the plan's cluster, {error}") from None
+        plan = convert(Plan, {**document, "cluster": cluster}, name="plan", remedy="plan again")
+        check_plan(plan)
         return plan
 
 
@@ -203,11 +222,13 @@ def unpriced_plan(
     optimizer: str,
     batch_size: int,
     accumulation: int = 1,
+    uncalled: Mapping[str, int] | None = None,
 ) -> Plan:
     """A plan to run that nobody searched for: it predicts and proves nothing."""
+    parameters = sum(unit.parameters for unit in units) + sum((uncalled or {}).values())
     return Plan(
         version=PLAN_VERSION,
-        model=PlanModel(name, sum(unit.parameters for unit in units), None),
+        model=PlanModel(name, parameters, None, uncalled or {}),
         cluster=cluster,
         precision=precision,
         reduce_dtype=reduce_dtype,
@@ -215,13 +236,13 @@ def unpriced_plan(
         batch_size=batch_size,
         accumulation=accumulation,
         predicted=Predicted(0.0, 0.0, 0.0, 0, 0, 0, "", {}, {}),
-        certificate=Certificate("none", 0.0, 0.0, 0, 0.0, 0, 0),
+        certificate=Certificate("none", 0.0, 0.0, 0.0, 0, 0, 0.0, 0, 0),
         baselines=(),
         units=tuple(units),
     )
 
 
-class Entered(typing.Protocol):
+class Entered(Protocol):
     """What forward enters: a unit of a plan, or one that may become one."""
 
     @property
@@ -250,43 +271,3 @@ def backward_order(units: Sequence[E]) -> list[E]:
         return (len(units) + 1 if not name else max(below)), -len(name.split("."))
 
     return [units[index] for index in sorted(range(len(units)), key=left, reverse=True)]
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Cluster)):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-T = TypeVar("T")
-
-
-def _read(kind: type[T], table: Any, where: str) -> T:
-    """A frozen value from plain JSON, every field present and of its declared type."""
-    if not isinstance(table, dict):
-        raise UsageError(f"{where} must be a table, not {type(table).__name__}; plan again")
-    hints = typing.get_type_hints(kind)
-    unknown, missing = set(table) - set(hints), set(hints) - set(table)
-    if unknown or missing:
-        what = f"unknown field {sorted(unknown)[0]!r}" if unknown else f"no field {sorted(missing)[0]!r}"
-        raise UsageError(f"{where} has {what}; plan again")
-    return kind(**{name: _value(hint, table[name], f"{where}.{name}") for name, hint in hints.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return None if value is None else _value(inner[0], value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_value(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value))
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {str(key): _value(inner[1], item, f"{where}.{key}") for key, item in value.items()}
-    if dataclasses.is_dataclass(hint) and not isinstance(value, Cluster):
-        return _read(typing.cast(type, hint), value, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(hint, type) or not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UsageError(f"{where} is {value!r}, which is not a {getattr(hint, '__name__', hint)}; plan again")
-    return value

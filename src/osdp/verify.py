@@ -5,7 +5,6 @@ A dry run (osdp.runtime.dryrun) plays one rank of the plan's whole cluster. What
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.cluster import Cluster
-from osdp.cost.graph import Planned, step_graph_of
+from osdp.cost.graph import PlannedCollective, step_graph_of
 from osdp.cost.holds import PARTS, SAVED, TEMPORARIES
-from osdp.cost.issue import Issued
+from osdp.cost.schedule import CollectiveRecord
 from osdp.errors import DoesNotFit, UsageError
 from osdp.model.graph import ModelGraph
+from osdp.model.inputs import output_loss
 from osdp.model.trace import RawTrace
 from osdp.planfile import Plan
 from osdp.runtime.dryrun import InputsOf, dry_run
@@ -53,8 +53,8 @@ class Verification:
     measured_at: str
     predicted_parts: Mapping[str, int]
     measured_parts: Mapping[str, int]
-    planned: tuple[Planned, ...]
-    issued: tuple[Issued, ...]
+    planned: tuple[PlannedCollective, ...]
+    issued: tuple[CollectiveRecord, ...]
     micro_batches: int
 
     @property
@@ -74,13 +74,13 @@ class Verification:
     def first_difference(self) -> str | None:
         """The first collective that is not the planned one, in words."""
         for place, (planned, issued) in enumerate(zip(self.planned, self.issued, strict=False)):
-            if planned.issued != issued:
+            if planned.record != issued:
                 return (
-                    f"collective {place + 1} is planned as {planned.issued} for {planned.unit}, and issued as {issued}"
+                    f"collective {place + 1} is planned as {planned.record} for {planned.unit}, and issued as {issued}"
                 )
         both = min(len(self.planned), len(self.issued))
         if len(self.planned) > both:
-            return f"collective {both + 1} is planned as {self.planned[both].issued}, and never issued"
+            return f"collective {both + 1} is planned as {self.planned[both].record}, and never issued"
         return (
             f"collective {both + 1} is issued as {self.issued[both]}, and not planned" if self.issued[both:] else None
         )
@@ -101,13 +101,13 @@ class Verification:
             "first_difference": self.first_difference,
             "micro_batches": self.micro_batches,
             "collectives": {
-                "planned": [vars(tally) for tally in tallied([each.issued for each in self.planned])],
+                "planned": [vars(tally) for tally in tallied([each.record for each in self.planned])],
                 "issued": [vars(tally) for tally in tallied(self.issued)],
             },
         }
 
 
-def tallied(collectives: Sequence[Issued]) -> list[Tally]:
+def tallied(collectives: Sequence[CollectiveRecord]) -> list[Tally]:
     """One tally for each kind and group, in the order in which they first occur."""
     sizes: dict[tuple[str, str], list[int]] = {}
     for each in collectives:
@@ -131,7 +131,7 @@ def verify(
         build,
         inputs,
         plan,
-        loss=loss or _own_loss,
+        loss=loss or output_loss,
         watched=partial(_watched, plan),
         optimizer=partial(optimizer_of, plan.optimizer, lr=1e-3),
     )
@@ -151,10 +151,6 @@ def verify(
 def _watched(plan: Plan, model: nn.Module) -> dict[str, nn.Module]:
     """The modules that say where a peak is: those of the units."""
     return {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
-
-
-def _own_loss(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.loss
 
 
 def _comparable(parts: Mapping[str, int]) -> dict[str, int]:
@@ -220,10 +216,9 @@ def _planned_within(cluster: Cluster, limit: int, search: Callable[[Cluster], Pl
     """A plan for the cluster, found under another limit than its own."""
     if limit == cluster.limit_bytes:
         return search(cluster)
-    memory = math.ceil(limit / (1 - cluster.reserve_fraction))
-    found = search(replace(cluster, memory_bytes=memory))
-    own = cluster.device.memory_bytes if cluster.memory_bytes is None else cluster.memory_bytes
-    predicted = replace(found.predicted, limit_bytes=cluster.limit_bytes, reserve_bytes=own - cluster.limit_bytes)
+    found = search(cluster.with_limit(limit))
+    reserve = sum(cluster.reserve.values())
+    predicted = replace(found.predicted, limit_bytes=cluster.limit_bytes, reserve_bytes=reserve)
     return replace(found, cluster=cluster, predicted=predicted)
 
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,6 +31,8 @@ def fake_store() -> Any:
 
 
 __all__ = [
+    "DataDependentOutput",
+    "DynamicOutputShape",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -35,4 +40,5 @@ __all__ = [
     "fake_store",
     "tree_leaves",
     "tree_map_only",
+    "without_fake_mode",
 ]

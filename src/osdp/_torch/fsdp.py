@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+
+from osdp._torch.check import check_torch
+
+check_torch()  # before any of the private names is imported
+
+# ruff: noqa: E402
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from osdp.errors import UsageError
 
 __all__ = [
     "AllGather",
@@ -26,10 +35,13 @@ __all__ = [
     "backward_broke",
     "compute_in_place",
     "drop_gradients",
+    "forward_broke",
+    "has_unreduced",
     "param_groups",
     "prefetch",
     "prefetch_early",
     "reduce_after_last_call",
+    "reduce_unreduced",
     "shared_post_forward_meshes",
     "watch",
 ]
@@ -78,8 +90,42 @@ def backward_broke(model: FSDPModule) -> bool:
     return model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
+def forward_broke(model: FSDPModule) -> bool:
+    """Whether the last forward did not come to its end. Ask before a forward, not within one."""
+    return model._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def has_unreduced(group: FSDPParamGroup) -> bool:
+    """Whether a backward left gradients of this group that are still to be reduced; the same on every rank."""
+    return isinstance(group, _PatientGroup) and group.is_unreduced
+
+
+def reduce_unreduced(groups: Sequence[FSDPParamGroup]) -> None:
+    """Reduces what backwards without a reduction have left, as a backward of its own, at whose end all is done."""
+
+    def reduce(_: Tensor) -> None:
+        for group in groups:
+            assert isinstance(group, _PatientGroup)
+            group.reduce_now()
+
+    with torch.inference_mode(False):
+        anchor = torch.zeros((), requires_grad=True)
+        anchor.register_hook(reduce)
+        anchor.backward()
+    for group in groups:
+        group._training_state = TrainingState.IDLE
+        group.finalize_backward()
+        while group.comm_ctx.reduce_scatter_states:  # shared by all groups
+            event = group.comm_ctx.reduce_scatter_states.pop().event
+            if event is not None:
+                assert group.device_handle is not None
+                group.device_handle.current_stream().wait_event(event)
+
+
 def drop_gradients(group: FSDPParamGroup) -> None:
     """Forgets gradients that were computed but not reduced; `reset_iter_state` leaves them."""
+    if isinstance(group, _PatientGroup):
+        group.is_unreduced = False
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
@@ -92,16 +138,59 @@ def compute_in_place(group: FSDPParamGroup) -> None:
         param.__class__ = _InPlaceParam
 
 
+def _outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """What is gathered in `torch.inference_mode()` is used, and changed in place, by training too."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
+def _is_differentiated(param: FSDPParam) -> bool:
+    """Whether this backward is a torch.autograd.grad of the parameter: then it has no gradient, and never will."""
+    own = getattr(param, "_unsharded_param", None)
+    if own is None or own.grad is not None or not own.requires_grad:
+        return False
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(own).node)
+    except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
+        return True
+    return False
+
+
 class _PatientGroup(FSDPParamGroup):
-    """A group that is reduced when backward leaves the last of its calls.
+    """A group that is reduced when backward leaves the last of its calls, and used in inference mode and training.
 
     Autograd completes a gradient once all calls have added to it. FSDP2 alone would reduce zeros after every call but
     the last, and gather again each time.
     """
 
     _calls = 0  # forward calls of which backward has not yet left
+    is_unreduced = False  # a backward left gradients here without reducing them
     ahead: Iterable[FSDPState] = ()  # units whose gathers forward issues before it waits for this one's
     _is_early = False  # this one's was itself issued ahead, and forward, not a second one, has entered it
+
+    def lazy_init(self) -> None:
+        with _outside_inference():
+            super().lazy_init()
+
+    def unshard(self, async_op: bool = False) -> None:
+        with _outside_inference():
+            super().unshard(async_op)
+
+    def reshard(self) -> None:
+        with _outside_inference():
+            super().reshard()
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "create_graph=True, as a gradient penalty needs it, cannot be had of a model that runs a plan: its"
+                " gathered parameters are freed before the second derivative; leave it out"
+            )
+        super().pre_backward(default_prefetch, *unused)
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -115,7 +204,8 @@ class _PatientGroup(FSDPParamGroup):
                 for group in state._fsdp_param_groups:
                     FSDPParamGroup._prefetch_unshard(group, "forward")
         self._is_early = False
-        super().wait_for_unshard()
+        with _outside_inference():
+            super().wait_for_unshard()
 
     def _register_post_backward_hook(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,12 +215,22 @@ class _PatientGroup(FSDPParamGroup):
         return super()._register_post_backward_hook(args, kwargs)
 
     def post_backward(self, *unused: Any) -> None:
+        if any(map(_is_differentiated, self.fsdp_params)):
+            raise UsageError(
+                "torch.autograd.grad cannot give the gradients of a sharded model's parameters, as ranks must average"
+                " them; call backward() and read .grad"
+            )
         if torch._C._current_autograd_node() is not None:
             self._calls -= 1
             if self._calls > 0:
                 return
-        self._calls = 0  # the last one is left, or backward has ended: of some calls no input needs a gradient
-        super().post_backward(*unused)
+        self.reduce_now()  # the last one is left, or backward has ended: of some calls no input needs a gradient
+
+    def reduce_now(self) -> None:
+        """Reduces gradients, or keeps them where the group is to be reduced after a later backward."""
+        self._calls = 0
+        super().post_backward()
+        self.is_unreduced = not self.reduce_grads
 
     def _reset_iter_state(self) -> None:
         self._calls = 0

@@ -15,7 +15,9 @@ reckons with.
 
 A cluster is written as NODESxDEVICESxNAME, such as 2x8xA100-80GB, 8xRTX-TITAN
 or A100-80GB, or as the path of a cluster file (.toml) with figures of your own.
-FLOP/s are the datasheet's dense peaks; --json has every figure, and its source."""
+FLOP/s are the datasheet's dense peaks. What is reached of them is calibrated on
+published runs, or estimated from data sheets; --json has every figure, and its
+source."""
 
 
 def add_to(commands: Commands) -> None:

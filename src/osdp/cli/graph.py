@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
-from osdp.cli.output import print_json, write_json
+from osdp.cli.output import print_json
 from osdp.cli.parser import Commands, output_path
 from osdp.cli.planned import add_planned, planned_model
+from osdp.files import write_json
 from osdp.planfile import Plan
-
-if TYPE_CHECKING:
-    pass
 
 DESCRIPTION = """\
 Show the distributed computation graph of a planned step: its compute and its

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × shows ?, and the answer still arrives
+    # What a model cannot do on fake tensors is told in a sentence; torch would log it before, with its stack.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         _run(argv)
     except KeyboardInterrupt:

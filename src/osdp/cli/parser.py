@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from osdp.errors import UsageError
+from osdp.planfile import MOST_SAMPLES, MOST_TOKENS
 
 T = TypeVar("T")
 Commands = Any  # argparse's own type for subparsers is private
@@ -43,24 +44,40 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@checked
-def positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise UsageError(f"{text!r} is not a whole number; give one of at least 1") from None
-    if number < 1:
-        raise UsageError(f"{number} is below 1; give a whole number of at least 1")
-    return number
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number within limits, for argparse."""
+
+    @checked
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise UsageError(f"{text[:40]!r} is not a whole number; give one of at least {least}") from None
+        if number < least:
+            raise UsageError(f"{number} is below {least}; give a whole number of at least {least}")
+        if number > most:
+            raise UsageError(f"{text[:40]} is above {most}; give a whole number of at most {most}")
+        return number
+
+    return read
+
+
+positive = whole(1, (1 << 31) - 1)
+samples = whole(1, MOST_SAMPLES)
+tokens = whole(1, MOST_TOKENS)
 
 
 @checked
 def output_path(text: str) -> Path:
     """A path that can be written, so far as can be seen before the work is done."""
     path = Path(text)
-    if path.is_dir():
+    try:
+        is_folder, in_folder = path.is_dir(), path.parent.is_dir()
+    except OSError as error:
+        raise UsageError(f"{text[:40]!r}... cannot be a path ({error.strerror}); give another one") from None
+    if is_folder:
         raise UsageError(f"{text!r} is a folder; give the path of a file")
-    if not path.parent.is_dir():
+    if not in_folder:
         raise UsageError(f"the folder of {text!r} does not exist; create it or choose another path")
     return path
 

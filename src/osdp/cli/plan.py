@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.output import print_json
-from osdp.cli.parser import Commands, add_model, checked, output_path, positive
+from osdp.cli.parser import Commands, add_model, checked, output_path, samples, tokens
 from osdp.cli.progress import shown_progress
 from osdp.cluster import Cluster, format_bytes, parse_bytes
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
@@ -72,7 +72,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--seq-len", metavar="S", type=positive, help="tokens in a sample (default: the model's own)")
+    group.add_argument("--seq-len", metavar="S", type=tokens, help="tokens in a sample (default: the model's own)")
     group.add_argument(
         "--precision",
         choices=tuple(PRECISIONS),
@@ -88,12 +88,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="its states count (default: %(default)s)"
     )
     group.add_argument(
-        "--batch", metavar="B", type=positive, help="samples of one device at a time (default: the best that fits)"
+        "--batch", metavar="B", type=samples, help="samples of one device at a time (default: the best that fits)"
+    )
+    group.add_argument(
+        "--accumulation", metavar="A", type=samples, help="micro-batches of a step (default: 1; may go with --batch)"
     )
     group.add_argument(
         "--global-batch",
         metavar="G",
-        type=positive,
+        type=samples,
         help="samples of a whole step; planning chooses how many at a time (default: one micro-batch a step)",
     )
 
@@ -174,8 +177,10 @@ def pins_of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, str]) -> Plan:
     with shown_progress(arguments.quiet) as progress:
-        from osdp.api import plan
+        from osdp.api import Progress, plan
 
+        if progress is not None:
+            progress(Progress("build", 0, 0, 1, 0.0))
         return plan(
             source.build_on_meta(),
             source.inputs,
@@ -185,6 +190,7 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             optimizer=arguments.optimizer,
             reduce_dtype=arguments.reduce_dtype,
             batch=arguments.batch,
+            accumulation=arguments.accumulation,
             global_batch=arguments.global_batch,
             pin=pins or None,
             modes=arguments.modes,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from osdp.cost.training import PRECISIONS
 from osdp.errors import UsageError
+from osdp.plan_check import check_graph
 from osdp.planfile import Plan
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGrap
     """The plan's model, traced again: from `model`, or from the name in the plan."""
     from osdp.model.source import load_model
 
-    name = model or plan.model.name
+    name = plan.model.name if model is None else model
     try:
         source = load_model(name, seq_len=None if ":" in name else plan.model.seq_len)
     except UsageError as error:
@@ -35,4 +36,5 @@ def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGrap
             f"{name!r} has {graph.num_parameters:,} parameters, the plan is for {plan.model.parameters:,}; "
             "give its model with --model"
         )
+    check_graph(plan, graph)
     return source, graph

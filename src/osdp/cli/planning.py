@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from osdp.cli.parser import checked, positive
+from osdp.cli.parser import checked, samples, tokens
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import UsageError
@@ -22,14 +22,12 @@ def add_planning(parser: argparse.ArgumentParser, *, global_batch: str) -> argpa
         type=checked(parse_bytes),
         help="of each rank (default: the device's; half the machine's, shared, on CPUs)",
     )
-    group.add_argument("--seq-len", metavar="S", type=positive, help="tokens in a sample (default: the model's own)")
+    group.add_argument("--seq-len", metavar="S", type=tokens, help="tokens in a sample (default: the model's own)")
     group.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16, on CPUs fp32")
     group.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="default: fp32, with pure-bf16 bf16")
     group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: adamw")
-    group.add_argument("--batch", metavar="B", type=positive, help="samples of one rank at a time")
-    group.add_argument(
-        "--global-batch", metavar="G", type=positive, help=f"samples of a step (default: {global_batch})"
-    )
+    group.add_argument("--batch", metavar="B", type=samples, help="samples of one rank at a time")
+    group.add_argument("--global-batch", metavar="G", type=samples, help=f"samples of a step (default: {global_batch})")
     return group
 
 

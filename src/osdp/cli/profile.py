@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 
-from osdp.cli.output import print_json, write_text
-from osdp.cli.parser import Commands, checked, positive, toml_path
+from osdp.cli.output import print_json
+from osdp.cli.parser import Commands, checked, positive, samples, tokens, toml_path
 from osdp.cost.training import PRECISIONS
 from osdp.errors import UsageError
+from osdp.files import write_text
 
 DESCRIPTION = """\
 Measure the cluster on which it runs, on all ranks that torchrun starts, and
@@ -32,7 +33,7 @@ def add_to(commands: Commands) -> None:
         "-o", "--output", metavar="FILE", type=toml_path, default="profile.toml", help="default: %(default)s"
     )
     parser.add_argument("--model", metavar="MODEL", help="time its blocks too; see `osdp plan`")
-    parser.add_argument("--seq-len", metavar="S", type=positive, help="tokens in a sample (default: the model's own)")
+    parser.add_argument("--seq-len", metavar="S", type=tokens, help="tokens in a sample (default: the model's own)")
     parser.add_argument(
         "--batches", metavar="B,B,...", type=batches, default="1,2,4", help="samples of a rank (default: %(default)s)"
     )
@@ -52,17 +53,17 @@ def add_to(commands: Commands) -> None:
 
 @checked
 def batches(text: str) -> tuple[int, ...]:
-    sizes = tuple(sorted({positive(size) for size in text.split(",")}))
+    sizes = tuple(sorted({samples(size) for size in text.split(",")}))
     return sizes
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.seq_len and not arguments.model:
+    if arguments.seq_len and arguments.model is None:
         raise UsageError(f"--seq-len {arguments.seq_len} is of a model; give one with --model")
     # A lost rank is told in a sentence; without this, the library tells it first, with its stack.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     source = None
-    if arguments.model:
+    if arguments.model is not None:
         from osdp.model.source import load_model
 
         source = load_model(arguments.model, seq_len=arguments.seq_len)

@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from osdp.api import Progress
 
 SECONDS_BETWEEN_LINES = 5.0
-STAGES = {"capture": "tracing the model", "search": "searching", "baselines": "comparing with the usual ways"}
+STAGES = {
+    "build": "building the model",
+    "capture": "tracing the model",
+    "search": "searching",
+    "baselines": "pricing DDP, ZeRO-2, FSDP and HSDP",
+}
 
 Report = Callable[["Progress"], None]
 
@@ -66,7 +71,7 @@ def _bar() -> Iterator[Report]:
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(STAGES["capture"], total=None)
+        task = bars.add_task(STAGES["build"], total=None)
 
         def report(progress: Progress) -> None:
             bars.update(task, description=describe(progress), completed=progress.done, total=progress.total or None)

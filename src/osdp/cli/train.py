@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from osdp.cli.parser import Commands, add_model, checked, positive
+from osdp.cli.parser import Commands, add_model, checked, positive, whole
 from osdp.cli.plan import add_restrictions, pins_of
 from osdp.cli.planning import add_planning, check_batch
 from osdp.cli.progress import shown_progress
+from osdp.cost.training import PRECISIONS
 from osdp.errors import UsageError
+from osdp.plan_check import check_graph
 from osdp.planfile import Plan
 
 if TYPE_CHECKING:
@@ -110,7 +112,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--clip", metavar="NORM", type=number, default=1.0, help="gradients' norm; 0: none (default: %(default)s)"
     )
-    group.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and order (default: %(default)s)")
+    group.add_argument(
+        "--seed",
+        metavar="N",
+        type=whole(-(1 << 63), (1 << 63) - 1),
+        default=0,
+        help="of weights and order (default: %(default)s)",
+    )
     group.add_argument(
         "--timeout", metavar="SECONDS", type=positive, default=300, help="for a micro-batch or a save (default: 300)"
     )
@@ -133,14 +141,17 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quiet", action="store_true", help="show no progress")
 
 
+_MOST = 1e9
+
+
 @checked
 def number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         raise UsageError(f"{text!r} is not a number; give one such as 3e-4") from None
-    if not 0 <= value < float("inf"):
-        raise UsageError(f"{text} is not a number from 0 on; give one such as 3e-4")
+    if not 0 <= value <= _MOST:
+        raise UsageError(f"{text[:40]} is not a number from 0 to {_MOST:g}; give one such as 3e-4")
     return value
 
 
@@ -161,6 +172,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     seq_len = plan.model.seq_len if plan is not None and ":" not in arguments.model else arguments.seq_len
     source = load_model(arguments.model, seq_len=seq_len)
+    if plan is not None and plan.model.uncalled:
+        # Only a trace tells what is called; where a plan holds every parameter in a unit, none is needed.
+        check_graph(plan, source.capture(PRECISIONS[plan.precision].compute_dtype, name=plan.model.name))
     from osdp.training.data import demo_text
     from osdp.training.run import Files, Saying, train
 

@@ -7,10 +7,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from osdp.cli.output import print_json, write_text
+from osdp.cli.output import print_json
 from osdp.cli.parser import Commands, add_model, output_path, positive, toml_path
 from osdp.cli.plan import add_restrictions, pins_of
 from osdp.cli.planning import add_planning, check_batch
+from osdp.files import write_text
 
 if TYPE_CHECKING:
     from osdp.tuning.job import Job

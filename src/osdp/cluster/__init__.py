@@ -3,8 +3,8 @@
 from osdp.cluster.cluster import Cluster
 from osdp.cluster.device import DTYPES, Device, device, devices
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, wire_bytes
+from osdp.cluster.measured import TimedOptimizer, TimedStage
 from osdp.cluster.sizes import format_bytes, parse_bytes
-from osdp.cluster.timed import TimedOptimizer, TimedStage
 
 __all__ = [
     "DTYPES",

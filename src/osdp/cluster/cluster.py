@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from osdp.cluster.clusterfile import load_toml, read_cluster, write_toml
-from osdp.cluster.device import Device, device, require_fraction
+import tomli_w
+
+from osdp.cluster.clusterfile import cluster_table, read_cluster
+from osdp.cluster.collective_rates import nccl_seconds, route
+from osdp.cluster.device import Device, device
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, require_word, wire_bytes
+from osdp.cluster.measured import TimedOptimizer, TimedStage
+from osdp.cluster.reserve import memory_for, reserve_of
+from osdp.cluster.schema import MOST_DEVICES, Count, HostSeconds, MemoryBytes, Part, Reserve
 from osdp.cluster.sizes import parse_bytes
-from osdp.cluster.timed import TimedOptimizer, TimedStage
+from osdp.cluster.slowest import expected_largest
+from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.errors import UsageError
+from osdp.files import check_fields, read_toml
 
 _WORD = re.compile(r"\s*(?:(?:(\d{1,9})\s*[xX]\s*)?(\d{1,9})\s*[xX]\s*)?(\S.*?)\s*", re.ASCII)
 
@@ -36,38 +45,34 @@ class Cluster:
     rate, for every byte that is copied beside it. A profile measures these, and times `stages` and `optimizers`.
     """
 
-    nodes: int
-    devices_per_node: int
+    nodes: Count
+    devices_per_node: Count
     device: Device
-    memory_bytes: int | None = None
+    memory_bytes: MemoryBytes | None = None
     node_link: Link
     network: Link
     measured: tuple[Measured, ...] = ()
-    overlap: float
-    reserve_fraction: float
-    visit_seconds: float = 0.0
-    exchange_seconds: float = 0.0
-    tensor_seconds: float = 0.0
-    copy_byte_seconds: float = 0.0
+    overlap: Part
+    reserve_fraction: Reserve | None = None
+    visit_seconds: HostSeconds = 0.0
+    exchange_seconds: HostSeconds = 0.0
+    tensor_seconds: HostSeconds = 0.0
+    copy_byte_seconds: HostSeconds = 0.0
     stages: tuple[TimedStage, ...] = ()
     optimizers: tuple[TimedOptimizer, ...] = ()
     name: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "devices_per_node"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{key} is {value!r} but must be a whole number of at least 1, e.g. '2x8xA100-80GB'")
-        if self.memory_bytes is not None:
-            parse_bytes(self.memory_bytes)
-        require_fraction(self.reserve_fraction)
-        object.__setattr__(self, "measured", tuple(self.measured))
-        object.__setattr__(self, "overlap", float(self.overlap))
-        if not 0 <= self.overlap <= 1:
-            raise UsageError(f"overlap is {self.overlap!r} but must be true, false or a number from 0 to 1")
-        for key in ("visit_seconds", "exchange_seconds", "tensor_seconds", "copy_byte_seconds"):
-            if not 0 <= getattr(self, key) < 1:
-                raise UsageError(f"{key} is {getattr(self, key)!r} but must be at least 0 and below 1")
+        if isinstance(self.overlap, bool):
+            object.__setattr__(self, "overlap", float(self.overlap))
+        check_fields(self, remedy="correct the cluster")
+        if self.world_size > MOST_DEVICES:
+            raise UsageError(f"the cluster has {self.world_size:,} devices; give at most {MOST_DEVICES:,}")
+        if self.limit_bytes < 1:
+            raise UsageError(
+                f"of {self.total_bytes} bytes of memory nothing is left beside the reserve of"
+                f" {sum(self.reserve.values())}; give more memory, e.g. '40GiB'"
+            )
         pairs = [(each.kind, each.group) for each in self.measured]
         twice = sorted({f"{kind} in {group}" for kind, group in pairs if pairs.count((kind, group)) > 1})
         if twice:
@@ -99,7 +104,7 @@ class Cluster:
             network=chosen.network if network is None else network,
             measured=tuple(measured),
             overlap=chosen.overlap if overlap is None else overlap,
-            reserve_fraction=chosen.reserve_fraction if reserve_fraction is None else reserve_fraction,
+            reserve_fraction=reserve_fraction,
             name=name,
         )
 
@@ -116,7 +121,7 @@ class Cluster:
     @classmethod
     def from_toml(cls, path: str | Path) -> Cluster:
         """A cluster file; its form is at the top of `osdp.cluster.clusterfile`."""
-        table = load_toml(path)
+        table = read_toml(path, remedy="give a cluster file in TOML or a word such as '8xA100-80GB'")
         try:
             return cls.from_dict(table)
         except UsageError as error:
@@ -129,29 +134,11 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with every figure of the device: reading it back needs no catalogue."""
-        memory = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
-        return {
-            "name": self.name,
-            "nodes": self.nodes,
-            "devices_per_node": self.devices_per_node,
-            **memory,
-            "reserve_fraction": self.reserve_fraction,
-            "overlap": self.overlap,
-            "visit_seconds": self.visit_seconds,
-            "exchange_seconds": self.exchange_seconds,
-            "tensor_seconds": self.tensor_seconds,
-            "copy_byte_seconds": self.copy_byte_seconds,
-            "node_link": self.node_link.to_dict(),
-            "network": self.network.to_dict(),
-            "device": self.device.to_dict(),
-            "collective": [each.to_dict() for each in self.measured],
-            "optimizer": [each.to_dict() for each in self.optimizers],
-            "stage": [each.to_dict() for each in self.stages],
-        }
+        return cluster_table(self)
 
     def to_toml(self) -> str:
         """The text of a cluster file that reads back equal."""
-        return write_toml(self.to_dict())
+        return tomli_w.dumps(self.to_dict())
 
     @property
     def world_size(self) -> int:
@@ -166,10 +153,36 @@ class Cluster:
         return self.device.is_cpu and self.nodes > 1 and self.devices_per_node > 1
 
     @property
+    def total_bytes(self) -> int:
+        """The memory of one device, or what was given in its place."""
+        return self.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
     def limit_bytes(self) -> int:
         """What a plan may use of one device: its memory without the reserve, rounded down."""
-        memory = self.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return int(memory * (1 - self.reserve_fraction))
+        return self.total_bytes - sum(self.reserve.values())
+
+    @property
+    def reserve(self) -> dict[str, int]:
+        """Bytes of one device that are not planned with, by what takes them: see `osdp.cluster.reserve`."""
+        return reserve_of(self.device, self.total_bytes, self.communicators, self.reserve_fraction)
+
+    @property
+    def communicators(self) -> int:
+        """Process groups that a rank may take part in: the world's, its node's and the one across nodes."""
+        if self.world_size == 1:
+            return 0
+        return 3 if self.nodes > 1 and self.devices_per_node > 1 else 1
+
+    def with_limit(self, limit_bytes: int) -> Cluster:
+        """The same cluster with the least memory that has this limit."""
+        reserve = partial(reserve_of, self.device, communicators=self.communicators, fraction=self.reserve_fraction)
+        return replace(self, memory_bytes=memory_for(limit_bytes, reserve))
+
+    @property
+    def slowest_factor(self) -> float:
+        """How much longer the slowest of all devices computes than the mean one; see `Device.speed_spread`."""
+        return 1 + self.device.speed_spread * expected_largest(self.world_size)
 
     @property
     def word(self) -> str:
@@ -193,7 +206,8 @@ class Cluster:
     def collective_seconds(self, kind: str, group: str, total_bytes: float) -> float:
         """Seconds of one collective over `total_bytes`, the full (unsharded) size; 0.0 in a group of one.
 
-        Alpha-beta ring, n ranks, H nodes of D devices, S = total_bytes:
+        Between accelerators as NCCL does it, see [Note: NCCL]. Between CPUs an alpha-beta ring, n ranks, H nodes of D
+        devices, S = total_bytes:
 
             all_gather = reduce_scatter = latency + (n-1)/n * S / B,    all_reduce = 2 * all_gather
 
@@ -219,6 +233,9 @@ class Cluster:
         measured = self._measured(kind, group)
         if measured is not None:
             return measured.latency_seconds + wire_bytes(kind, ranks, total_bytes) / measured.bytes_per_second
+        if not self.device.is_cpu:
+            way = route(group, self.nodes, self.devices_per_node, self.node_link, self.network)
+            return nccl_seconds(kind, total_bytes, way, self.node_link, self.network)
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * self._latency_seconds(group) + wire_bytes(kind, ranks, total_bytes) / self._rate(group)
 
@@ -226,10 +243,17 @@ class Cluster:
         """Seconds of the copies beside a collective that move so many bytes."""
         return self.device.memory_seconds(total_bytes) + total_bytes * self.copy_byte_seconds
 
+    @property
+    def engine(self) -> Engine:
+        """What runs a plan's collectives: gloo's are carried out beside the computation by the runtime itself."""
+        return ASYNC_GLOO if self.device.is_cpu else STOCK
+
     def busy_fraction(self, kind: str, group: str) -> float:
-        """What a collective takes from the computation beside it, beyond `overlap`; 0 where not measured."""
+        """What a collective takes from the computation beside it, beyond `overlap`: as measured, or the device's."""
+        if not self.overlap:
+            return 0.0
         measured = self._measured(kind, group)
-        return 0.0 if measured is None or not self.overlap else measured.busy_fraction
+        return self.device.busy_fraction if measured is None else measured.busy_fraction
 
     def timed_stage(self, signature: str) -> TimedStage | None:
         """The stage with these kernels, where a profile timed it."""

@@ -7,7 +7,7 @@ A cluster file, with everything but the first lines optional:
     devices_per_node = 8
     device = "A100-80GB"        # a catalogue name, or a [device] table below
     memory = "40GiB"            # of each device, if not the device's own
-    reserve_fraction = 0.06     # of that memory, not planned with
+    reserve_fraction = 0.06     # of that memory, not planned with; without it, what the device's figures say
     overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
     visit_seconds = 0.0         # the host's time for a unit's forward, and for its backward
     exchange_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
@@ -54,187 +54,93 @@ without it every figure is needed:
 from __future__ import annotations
 
 import dataclasses
-import json
-import tomllib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import typing
+from typing import TYPE_CHECKING, Any
 
-from osdp.cluster.device import DTYPES, Device, device
-from osdp.cluster.form import Form
+import msgspec
+
+from osdp.cluster.device import Device, device
 from osdp.cluster.link import Link, Measured
-from osdp.cluster.timed import TimedOptimizer, TimedStage
+from osdp.cluster.measured import TimedOptimizer, TimedStage
+from osdp.cluster.schema import Count, HostSeconds, MemoryBytes, Part, Reserve
+from osdp.cluster.sizes import parse_bytes
 from osdp.errors import UsageError
+from osdp.files import convert, plain
 
-_LINK_KEYS = ("bytes_per_second", "latency_seconds", "name")
-_COLLECTIVE_KEYS = ("kind", "group", "latency_seconds", "bytes_per_second", "busy_fraction")
-_OPTIMIZER_KEYS = ("name", "tensor_seconds", "byte_seconds")
-_STAGE_KEYS = ("signature", "name", "batches", "forward_seconds", "backward_seconds")
-_DEVICE_KEYS = ("like", "memory", *(each.name for each in dataclasses.fields(Device)))
-_CLUSTER_KEYS = (
-    *("name", "nodes", "devices_per_node", "device", "memory", "memory_bytes", "reserve_fraction", "overlap"),
-    *("visit_seconds", "exchange_seconds", "tensor_seconds", "copy_byte_seconds"),
-    *("node_link", "network", "collective", "optimizer", "stage"),
-)
+if TYPE_CHECKING:
+    from osdp.cluster.cluster import Cluster
+
+_REMEDY = "correct it"
+_LISTS = {"collective": "measured", "optimizer": "optimizers", "stage": "stages"}
+"""Lists by their name in a file, where [[collective]] is one of them, and in a `Cluster`."""
 
 
-def load_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file, or an error that names it."""
-    try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path}: there is no such file; give a cluster file or a word such as '8xA100-80GB'"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); give a readable UTF-8 file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: is not valid TOML ({error}); correct that line") from None
+class ClusterTable(msgspec.Struct, kw_only=True):
+    """The table of a cluster; what is None is the device's own."""
+
+    name: str = ""
+    nodes: Count = 1
+    devices_per_node: Count = 1
+    device: str | dict[str, Any]
+    memory: str | int | None = None
+    memory_bytes: MemoryBytes | None = None
+    reserve_fraction: Reserve | None = None
+    overlap: bool | Part | None = None
+    visit_seconds: HostSeconds = 0.0
+    exchange_seconds: HostSeconds = 0.0
+    tensor_seconds: HostSeconds = 0.0
+    copy_byte_seconds: HostSeconds = 0.0
+    node_link: Link | None = None
+    network: Link | None = None
+    collective: tuple[Measured, ...] = ()
+    optimizer: tuple[TimedOptimizer, ...] = ()
+    stage: tuple[TimedStage, ...] = ()
+
+
+def _device_table() -> type:
+    """A device's table has the fields of `Device`, all optional beside `like`, and a memory as people write it."""
+    hints = typing.get_type_hints(Device, include_extras=True)
+    own = [(each.name, hints[each.name] | None, None) for each in dataclasses.fields(Device)]
+    return msgspec.defstruct("DeviceTable", [("like", str | None, None), ("memory", str | int | None, None), *own])
+
+
+DeviceTable: Any = _device_table()
 
 
 def read_cluster(table: object) -> dict[str, Any]:
     """The fields of a `Cluster`, from its table; links, overlap and reserve default to the device's."""
-    form = Form(table, "", _CLUSTER_KEYS)
-    entry = form.raw("device")
-    chosen = device(entry) if isinstance(entry, str) else read_device(entry)
-    return {
-        "name": form.text("name", ""),
-        "nodes": form.whole("nodes", 1),
-        "devices_per_node": form.whole("devices_per_node", 1),
-        "device": chosen,
-        "memory_bytes": form.size(None),
-        "reserve_fraction": form.number("reserve_fraction", chosen.reserve_fraction),
-        "overlap": form.fraction("overlap", chosen.overlap),
-        "visit_seconds": form.number("visit_seconds", 0.0),
-        "exchange_seconds": form.number("exchange_seconds", 0.0),
-        "tensor_seconds": form.number("tensor_seconds", 0.0),
-        "copy_byte_seconds": form.number("copy_byte_seconds", 0.0),
-        "node_link": _read_link(form, "node_link", "", chosen.node_link),
-        "network": _read_link(form, "network", "", chosen.network),
-        "measured": _read_measured(form.raw("collective", [])),
-        "optimizers": _read_optimizers(form.raw("optimizer", [])),
-        "stages": _read_stages(form.raw("stage", [])),
-    }
+    read = convert(ClusterTable, table, name="cluster", remedy=_REMEDY)
+    chosen = device(read.device) if isinstance(read.device, str) else read_device(read.device)
+    fields = {_LISTS.get(name, name): getattr(read, name) for name in read.__struct_fields__ if name != "memory"}
+    for name in ("overlap", "node_link", "network"):
+        if fields[name] is None:
+            fields[name] = getattr(chosen, name)
+    return {**fields, "device": chosen, "memory_bytes": _memory(read.memory, read.memory_bytes, "")}
 
 
-def read_device(table: object) -> Device:
+def read_device(table: dict[str, Any]) -> Device:
     """A device from its table: what it states, on top of `like` where that is given."""
-    form = Form(table, "[device]", _DEVICE_KEYS)
-    base = device(form.text("like")) if form.has("like") else None
-    start: dict[str, Any] = {}
-    if base is not None:
-        start = {each.name: getattr(base, each.name) for each in dataclasses.fields(Device)}
-
-    def default(key: str) -> tuple[Any, ...]:
-        return (start[key],) if base is not None else ()
-
-    own_name = f"{base.name} (changed)" if base is not None else None
-    return Device(
-        name=form.text("name", own_name) if own_name else form.text("name"),
-        memory_bytes=form.size(*default("memory_bytes")),
-        peak_flops=_read_rates(form, start.get("peak_flops", {})),
-        memory_bytes_per_second=form.number("memory_bytes_per_second", *default("memory_bytes_per_second")),
-        node_link=_read_link(form, "node_link", "device.", *default("node_link")),
-        network=_read_link(form, "network", "device.", *default("network")),
-        overlap=form.truth("overlap", *default("overlap")),
-        matmul_efficiency=form.number("matmul_efficiency", *default("matmul_efficiency")),
-        memory_efficiency=form.number("memory_efficiency", *default("memory_efficiency")),
-        kernel_seconds=form.number("kernel_seconds", *default("kernel_seconds")),
-        reserve_fraction=form.number("reserve_fraction", *default("reserve_fraction")),
-        note=form.text("note", start.get("note", "")),
-        source=_read_source(form, start.get("source", {})),
-    )
+    read = convert(DeviceTable, table, name="cluster.device", remedy=_REMEDY)
+    memory_bytes = _memory(read.memory, read.memory_bytes, " in cluster.device")
+    given = {key: value for key, value in table.items() if key not in ("like", "memory")}
+    if memory_bytes is not None:
+        given["memory_bytes"] = memory_bytes
+    if read.like is not None:
+        base = device(read.like).to_dict()
+        merged = {key: {**base[key], **given.get(key, {})} for key in ("peak_flops", "source")}
+        given = {**base, "name": f"{base['name']} (changed)", **given, **merged}
+    return convert(Device, given, name="cluster.device", remedy=_REMEDY)
 
 
-def _read_rates(form: Form, base: Mapping[str, float]) -> dict[str, float]:
-    rates = Form(form.raw("peak_flops", {}), "[device.peak_flops]", DTYPES)
-    return dict(base) | {dtype: rates.number(dtype) for dtype in rates.table}
+def _memory(memory: str | int | None, memory_bytes: int | None, place: str) -> int | None:
+    """`memory = '40GiB'` as people write it or `memory_bytes` as programs do, not both."""
+    if memory is not None and memory_bytes is not None:
+        raise UsageError(f"both 'memory' and 'memory_bytes' are given{place}; keep one of them")
+    return memory_bytes if memory is None else parse_bytes(memory)
 
 
-def _read_source(form: Form, base: Mapping[str, str]) -> dict[str, str]:
-    given = form.raw("source", {})
-    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
-        raise UsageError(f"key 'source' in [device] is {given!r} but must be a table of texts; correct it")
-    return dict(base) | dict(given)
-
-
-def _read_link(form: Form, key: str, prefix: str, *default: Link) -> Link:
-    if default and not form.has(key):
-        return default[0]
-    link = Form(form.raw(key), f"[{prefix}{key}]", _LINK_KEYS)
-    return Link(link.number("bytes_per_second"), link.number("latency_seconds"), link.text("name", ""))
-
-
-def _tables(entries: object, key: str, known: tuple[str, ...]) -> list[Form]:
-    if not isinstance(entries, (list, tuple)):
-        raise UsageError(f"key '{key}' is {entries!r} but must be a list of tables; write [[{key}]]")
-    return [Form(entry, f"[[{key}]]", known) for entry in entries]
-
-
-def _read_measured(entries: object) -> tuple[Measured, ...]:
-    return tuple(
-        Measured(
-            each.text("kind"),
-            each.text("group"),
-            each.number("latency_seconds"),
-            each.number("bytes_per_second"),
-            each.number("busy_fraction", 0.0),
-        )
-        for each in _tables(entries, "collective", _COLLECTIVE_KEYS)
-    )
-
-
-def _read_optimizers(entries: object) -> tuple[TimedOptimizer, ...]:
-    return tuple(
-        TimedOptimizer(each.text("name"), each.number("tensor_seconds"), each.number("byte_seconds"))
-        for each in _tables(entries, "optimizer", _OPTIMIZER_KEYS)
-    )
-
-
-def _read_stages(entries: object) -> tuple[TimedStage, ...]:
-    return tuple(
-        TimedStage(
-            each.text("signature"),
-            each.text("name"),
-            tuple(int(size) for size in each.numbers("batches")),
-            each.numbers("forward_seconds"),
-            each.numbers("backward_seconds"),
-        )
-        for each in _tables(entries, "stage", _STAGE_KEYS)
-    )
-
-
-def write_toml(table: Mapping[str, Any], place: str = "") -> str:
-    """TOML text of a table of texts, numbers, truths, their lists, tables and lists of tables: all a cluster needs.
-
-    Plain values come first because in TOML what follows a heading belongs to it.
-    """
-    plain = {key: value for key, value in table.items() if not _is_tables(value)}
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
-    text = "\n".join(lines) + "\n" if lines else ""
-    for key, value in table.items():
-        heading = f"{place}.{_key(key)}" if place else _key(key)
-        if isinstance(value, Mapping):
-            text += f"\n[{heading}]\n{write_toml(value, heading)}"
-        elif _is_tables(value):
-            text += "".join(f"\n[[{heading}]]\n{write_toml(each, heading)}" for each in value)
-    return text
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, Mapping) or (isinstance(value, list) and all(isinstance(each, Mapping) for each in value))
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else _value(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list):
-        return f"[{', '.join(_value(each) for each in value)}]"
-    if isinstance(value, str):
-        # A JSON string is a TOML basic string but for DEL and the surrogate pairs of ensure_ascii.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+def cluster_table(cluster: Cluster) -> dict[str, Any]:
+    """The table that reads back as this cluster, with every figure of the device: it needs no catalogue."""
+    names = {field: name for name, field in _LISTS.items()}
+    table = {names.get(field, field): value for field, value in plain(cluster).items()}
+    return {key: table[key] for key in ("name", *table) if table[key] is not None}

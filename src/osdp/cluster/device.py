@@ -5,19 +5,27 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from osdp.cluster.link import Link, require_positive, require_word
+import msgspec
+from msgspec import Meta
+
+from osdp.cluster.link import Link, require_word
+from osdp.cluster.schema import Efficiency, HostSeconds, MemoryBytes, Part, PerSecond, Reserve, ReservedBytes, Traffic
 from osdp.errors import UsageError
+from osdp.files import check_fields, convert, plain
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 """Rates a device must state; 'fp32' is torch's default, without TF32."""
 
-_FRACTIONS = ("matmul_efficiency", "memory_efficiency")
-_MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla)\b", re.IGNORECASE)
+MEASURED, CALIBRATED, DATA_SHEET = "measured", "calibrated", "data sheet"
+BASES = (MEASURED, CALIBRATED, DATA_SHEET)
+"""Where a device's speeds come from: a profile of it, published runs on it, or data sheets and estimates alone."""
+
+_NOT_OF_A_DEVICE = ("reason", "link_efficiency", "aliases")
+_MAKERS = re.compile(r"\b(nvidia|amd|intel|instinct|geforce|tesla)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -25,20 +33,35 @@ class Device:
     """One device as torch sees it: what it holds, how fast it computes, what it is joined by.
 
     Peaks are the datasheet's; the efficiencies say which part of them a real step reaches. `source` names
-    where each group of figures comes from, so that a surprising plan can be traced to a figure.
+    where each group of figures comes from, so that a surprising plan can be traced to a figure, `basis` whether its
+    speeds were measured, calibrated on published runs, or are a data sheet's.
+
+    How kernels get from FLOPs and bytes to seconds is in [Note: Kernel rates] of osdp.cost.kernel_time; without an
+    `attention_efficiency` all of them run by the simpler rule there. `busy_fraction` is the part of a collective's
+    seconds that the computation beside it loses. Of the memory, `context_bytes`, `communicator_bytes` for each
+    communicator, `workspace_bytes` and the part `reserve_fraction` of the rest, which the allocator's fragments take,
+    are not planned with.
     """
 
-    name: str
-    memory_bytes: int
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bytes_per_second: float
+    name: Annotated[str, Meta(min_length=1)]
+    memory_bytes: MemoryBytes
+    peak_flops: Mapping[str, PerSecond] = field(hash=False)
+    memory_bytes_per_second: PerSecond
     node_link: Link
     network: Link
     overlap: bool
-    matmul_efficiency: float
-    memory_efficiency: float
-    kernel_seconds: float
-    reserve_fraction: float
+    matmul_efficiency: Efficiency
+    memory_efficiency: Efficiency
+    kernel_seconds: HostSeconds
+    reserve_fraction: Reserve
+    attention_efficiency: Part = 0.0
+    matmul_traffic: Traffic = 0.0
+    speed_spread: Part = 0.0
+    busy_fraction: Part = 0.0
+    context_bytes: ReservedBytes = 0
+    communicator_bytes: ReservedBytes = 0
+    workspace_bytes: ReservedBytes = 0
+    basis: str = DATA_SHEET
     note: str = ""
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -48,35 +71,26 @@ class Device:
         return self.name.upper().startswith("CPU")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peak_flops", dict(self.peak_flops))
-        object.__setattr__(self, "source", dict(self.source))
-        remedy = f"correct it for device {self.name!r}"
-        if not self.name:
-            raise UsageError("device name is empty; give it one, e.g. name = 'my-gpu'")
-        if isinstance(self.memory_bytes, bool) or not isinstance(self.memory_bytes, int) or self.memory_bytes < 1:
-            raise UsageError(f"memory_bytes is {self.memory_bytes!r} but must be an integer above 0; {remedy}")
+        check_fields(self, remedy=f"correct it for device {self.name!r}")
+        for dtype in self.peak_flops:
+            require_word(f"in the peak_flops of device {self.name!r}, dtype", dtype, DTYPES)
         missing = [dtype for dtype in DTYPES if dtype not in self.peak_flops]
         if missing:
             raise UsageError(
                 f"peak_flops of device {self.name!r} lacks {', '.join(missing)};"
                 " give every dtype, with the fp32 rate for one the device has no units for"
             )
-        for dtype, rate in self.peak_flops.items():
-            require_positive(f"peak_flops {dtype}", rate, remedy)
-        require_positive("memory_bytes_per_second", self.memory_bytes_per_second, remedy)
-        for key in _FRACTIONS:
-            value = getattr(self, key)
-            require_positive(key, value, remedy)
-            if value > 1:
-                raise UsageError(f"{key} is {value!r} but is a fraction of the peak, at most 1; {remedy}")
-        if self.kernel_seconds != 0:
-            require_positive("kernel_seconds", self.kernel_seconds, remedy)
-        require_fraction(self.reserve_fraction)
+        require_word("basis", self.basis, BASES)
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
         """Time of a matrix product of `flops` operations; a multiply and an add are two."""
         require_word("dtype", dtype, tuple(self.peak_flops))
         return flops / (self.peak_flops[dtype] * self.matmul_efficiency)
+
+    def attention_seconds(self, flops: float, dtype: str) -> float:
+        """Time of an attention kernel that does `flops` operations; 0 where the device states no efficiency for it."""
+        require_word("dtype", dtype, tuple(self.peak_flops))
+        return flops / (self.peak_flops[dtype] * self.attention_efficiency) if self.attention_efficiency else 0.0
 
     def memory_seconds(self, total_bytes: float) -> float:
         """Time of a kernel bound by reading and writing `total_bytes`: elementwise, norms, the optimizer."""
@@ -89,32 +103,11 @@ class Device:
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, so that a file that holds it does not depend on the catalogue."""
-        return {
-            "name": self.name,
-            "memory_bytes": self.memory_bytes,
-            "memory_bytes_per_second": self.memory_bytes_per_second,
-            "overlap": self.overlap,
-            "matmul_efficiency": self.matmul_efficiency,
-            "memory_efficiency": self.memory_efficiency,
-            "kernel_seconds": self.kernel_seconds,
-            "reserve_fraction": self.reserve_fraction,
-            "note": self.note,
-            "peak_flops": dict(self.peak_flops),
-            "node_link": self.node_link.to_dict(),
-            "network": self.network.to_dict(),
-            "source": dict(self.source),
-        }
-
-
-def require_fraction(reserve_fraction: float) -> None:
-    """Refuse a reserve that leaves nothing to plan with."""
-    number = isinstance(reserve_fraction, (int, float)) and not isinstance(reserve_fraction, bool)
-    if not number or not 0 <= reserve_fraction < 1:
-        raise UsageError(f"reserve_fraction is {reserve_fraction!r} but must be at least 0 and below 1, e.g. 0.06")
+        return plain(self)
 
 
 def devices() -> list[Device]:
-    """Every device of the catalogue, in its order: NVIDIA by generation, AMD, CPU."""
+    """Every device of the catalogue, in its order: NVIDIA by generation, AMD, Intel, CPU."""
     return list(_catalogue()[0])
 
 
@@ -128,8 +121,9 @@ def device(name: str) -> Device:
     found = by_key.get(_key(name))
     if found is not None:
         return found
+    same = [each.name for each in known if _key(name) and _key(each.name).startswith(_key(name))]
     close = difflib.get_close_matches(_key(name), [_key(each.name) for each in known], n=3, cutoff=0.5)
-    names = [by_key[key].name for key in close]
+    names = same or [by_key[key].name for key in close]
     hint = f"closest: {', '.join(names)}; " if names else ""
     raise UsageError(f"device {name!r} is not in the catalogue; {hint}osdp devices lists them")
 
@@ -142,7 +136,7 @@ def _key(name: str) -> str:
 def _catalogue() -> tuple[tuple[Device, ...], dict[str, Device]]:
     from importlib import resources  # here, because it costs more than the rest of the package to import
 
-    table = tomllib.loads(resources.files("osdp.cluster").joinpath("devices.toml").read_text(encoding="utf-8"))
+    table = msgspec.toml.decode(resources.files("osdp.cluster").joinpath("devices.toml").read_bytes())
     known: list[Device] = []
     by_key: dict[str, Device] = {}
     for entry in table["device"]:
@@ -156,20 +150,14 @@ def _catalogue() -> tuple[tuple[Device, ...], dict[str, Device]]:
 def _read_entry(entry: dict[str, Any], links: dict[str, Any], defaults: dict[str, Any]) -> Device:
     """One catalogue entry, with the catalogue-wide defaults where it states nothing of its own."""
 
-    def link(place: str) -> Link:
+    def link(place: str) -> dict[str, Any]:
         figures = links[entry[place]]
         efficiency = figures.get("link_efficiency", defaults["link_efficiency"])
-        return Link(figures["peak_bytes_per_second"] * efficiency, figures["latency_seconds"], figures["name"])
+        rate = figures["peak_bytes_per_second"] * efficiency
+        return {"bytes_per_second": rate, "latency_seconds": figures["latency_seconds"], "name": figures["name"]}
 
-    own = {key: entry.get(key, value) for key, value in defaults.items() if key not in ("reason", "link_efficiency")}
-    return Device(
-        name=entry["name"],
-        memory_bytes=entry["memory_bytes"],
-        peak_flops=entry["peak_flops"],
-        memory_bytes_per_second=entry["memory_bytes_per_second"],
-        node_link=link("node_link"),
-        network=link("network"),
-        note=entry.get("note", ""),
-        source=entry["source"] | {place: links[entry[place]]["source"] for place in ("node_link", "network")},
-        **own,
-    )
+    places = ("node_link", "network")
+    own = {key: value for key, value in {**defaults, **entry}.items() if key not in _NOT_OF_A_DEVICE}
+    source = entry["source"] | {place: links[entry[place]]["source"] for place in places}
+    table = {**own, **{place: link(place) for place in places}, "source": source}
+    return convert(Device, table, name=f"device {entry['name']}", remedy="correct devices.toml")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
+from msgspec import Meta
+
+from osdp.cluster.schema import PerSecond, Seconds
 from osdp.errors import UsageError
+from osdp.files import check_fields
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 """The collectives a plan uses."""
 
 GROUPS = ("world", "node", "across")
 """Who takes part: every rank; the ranks of one node; one rank of every node."""
-
-
-def require_positive(what: str, value: float, remedy: str) -> None:
-    """Refuse a figure that would make a time infinite, zero or negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise UsageError(f"{what} is {value!r} but must be a finite number above 0; {remedy}")
 
 
 def require_word(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -46,22 +43,12 @@ class Link:
     shared by the node's devices. The rate is what collectives reach, not the datasheet's.
     """
 
-    bytes_per_second: float
-    latency_seconds: float
+    bytes_per_second: PerSecond
+    latency_seconds: Seconds
     name: str = ""
 
     def __post_init__(self) -> None:
-        require_positive("link bytes_per_second", self.bytes_per_second, "give bytes per second, e.g. 25e9")
-        latency = self.latency_seconds
-        if isinstance(latency, bool) or not isinstance(latency, (int, float)) or not 0 <= latency < math.inf:
-            raise UsageError(f"link latency_seconds is {latency!r} but must be 0 or more; give seconds, e.g. 5e-6")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "bytes_per_second": self.bytes_per_second,
-            "latency_seconds": self.latency_seconds,
-            "name": self.name,
-        }
+        check_fields(self, remedy="give a link's bytes per second, e.g. 25e9, and seconds, e.g. 5e-6")
 
 
 @dataclass(frozen=True)
@@ -75,25 +62,14 @@ class Measured:
 
     kind: str
     group: str
-    latency_seconds: float
-    bytes_per_second: float
-    busy_fraction: float = 0.0
+    latency_seconds: Seconds
+    bytes_per_second: PerSecond
+    busy_fraction: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, remedy="profile again")
         require_word("collective kind", self.kind, KINDS)
         require_word("collective group", self.group, GROUPS)
-        Link(self.bytes_per_second, self.latency_seconds)
-        if not self.busy_fraction >= 0:
-            raise UsageError(f"busy_fraction is {self.busy_fraction!r} but must be at least 0; profile again")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "group": self.group,
-            "latency_seconds": self.latency_seconds,
-            "bytes_per_second": self.bytes_per_second,
-            "busy_fraction": self.busy_fraction,
-        }
 
 
 Price = TypeVar("Price", Link, Measured)

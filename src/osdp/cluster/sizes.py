@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from osdp.cluster.schema import MOST_MEMORY_BYTES
 from osdp.errors import UsageError
 
 _UNITS: dict[str, int] = {
@@ -45,6 +46,10 @@ def parse_bytes(text: str | int) -> int:
     size = int(number * _UNITS[unit])
     if size < 1:
         raise UsageError(f"memory size {text!r} is less than one byte; give a positive size such as '40GiB'")
+    if size > MOST_MEMORY_BYTES:
+        raise UsageError(
+            f"memory size {text!r} is above {format_bytes(MOST_MEMORY_BYTES)}; give a size such as '40GiB'"
+        )
     return size
 
 

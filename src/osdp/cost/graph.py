@@ -1,31 +1,42 @@
 """The distributed computation graph of a step: what computes, what communicates, in which order, at which cost.
 
-Time and memory are computed from this graph, so what is priced is what will run: its nodes carry the seconds, its
-holds the bytes. Within a phase (see [Note: Phase]) compute nodes follow each other on one stream and collectives on
-another, in the order in which they are issued (see [Note: Issue order]); a stage's compute waits for its gathers, a
-reduction for the compute. A stage's pass is one node of compute: gathers that it issues after its first reduction
-follow it.
+Its nodes are the schedule's events with the collectives, copies and kernels that they mean. Its time is that of the two
+streams, as the search has it; its memory is the timeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from osdp.cluster import Cluster
-from osdp.cost.issue import REDUCE, Issue, Issued, issue_order, pieces_of
 from osdp.cost.layout import Layout, Shape, Shapes
-from osdp.cost.seconds import BACKWARD, FORWARD, Collective, compute_time, unit_work
-from osdp.cost.streams import COMMUNICATION, COMPUTE, Node, Streams
+from osdp.cost.option_seconds import Kernels, option_lines, slice_lines
+from osdp.cost.schedule import CollectiveRecord, Do, Event, Piece, full_schedule, pieces_of, schedule
+from osdp.cost.seconds import BACKWARD, FORWARD, Collective, Compute, compute_time, taken_seconds, unit_work
+from osdp.cost.stage_passes import StagePasses
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
-from osdp.planfile import Plan, PlanUnit
-from osdp.search.problem import phase
+from osdp.planfile import REPLICATE, Plan, PlanUnit
+from osdp.search.problem import (
+    Problem,
+    Rows,
+    ShapeTable,
+    StageChoice,
+    StageTable,
+    UnitOption,
+    evaluate,
+    forward_seconds,
+)
 
+COMPUTE, COMMUNICATION = "compute", "communication"
 OPTIMIZER = "optimizer"
 
 
@@ -54,47 +65,67 @@ class StepGraph:
     nodes: tuple[Node, ...]
 
     def time(self) -> StepTime:
-        """Sums the phases: both streams of each, side by side or one after the other; see [Note: Phase]."""
+        """The step on its two streams, by what its seconds are spent on."""
         micro = self.training.accumulation
-        compute = copies = exposed = hidden = optimizer = 0.0
-        phases: dict[tuple[str, str], list[Node]] = {}
+        compute = copies = wires = optimizer = 0.0
         for node in self.nodes:
+            times = 1 if node.once else micro
             if node.kind == OPTIMIZER:
                 optimizer += node.seconds
+            elif node.kind == COMPUTE:
+                compute += times * node.seconds
+            elif node.stream == COMMUNICATION:
+                wires += times * node.seconds
+                copies += times * node.taken_seconds
             else:
-                phases.setdefault((node.phase, node.stage), []).append(node)
-        first = self.layout.shaped[0].stage.name
-        for (_, stage), nodes in phases.items():
-            overlap = 0.0 if stage == first else self.cluster.overlap
-            for times, last in ((micro - 1, False), (1, True)):
-                running = [node for node in nodes if last or not node.once]
-                kernels = sum(node.seconds for node in running if node.kind == COMPUTE)
-                copied = sum(node.seconds for node in running if node.kind == "copy")
-                copied += sum(node.taken_seconds for node in running)
-                wires = sum(node.seconds for node in running if node.stream == COMMUNICATION)
-                whole = phase(kernels + copied, wires, overlap)
-                compute += times * kernels
-                copies += times * copied
-                exposed += times * (whole - kernels - copied)
-                hidden += times * (wires - (whole - kernels - copied))
-        return StepTime(compute, copies, exposed, optimizer, hidden)
+                copies += times * node.seconds
+        problem, choice = self.decided
+        exposed = evaluate(problem, choice).seconds - compute - copies - optimizer
+        return StepTime(compute, copies, exposed, optimizer, wires - exposed)
 
-    def simulated_seconds(self) -> float:
-        """The step on two streams, node by node, where [Note: Phase] sums up: gaps count, and who waits for whom."""
-        *_, passes = self.simulated_passes()
-        return passes + sum(node.seconds for node in self.nodes if node.kind == OPTIMIZER)
+    @property
+    def seconds(self) -> float:
+        return evaluate(*self.decided).seconds
 
-    def simulated_passes(self) -> list[float]:
-        """When each pass is done on two streams: of every micro-batch forward, then backward."""
-        streams, ends = Streams(busy=1 - self.cluster.overlap), []
-        for micro_batch in range(self.training.accumulation):
-            last = micro_batch == self.training.accumulation - 1
-            for which in (FORWARD, BACKWARD):
-                streams.run([node for node in self.nodes if node.phase == which and (last or not node.once)])
-                ends.append(streams.end)
-        return ends
+    def pass_seconds(self) -> tuple[float, float]:
+        """One micro-batch: its forward, and both of its passes."""
+        problem, choice = self.decided
+        both = self.seconds - sum(node.seconds for node in self.nodes if node.kind == OPTIMIZER)
+        return forward_seconds(problem, choice), both / self.training.accumulation
 
-    def collectives(self, micro_batches: int | None = None) -> list[Planned]:
+    @cached_property
+    def decided(self) -> tuple[Problem, tuple[StageChoice, ...]]:
+        """The step as a problem with nothing left to choose: its time is that of the search."""
+        stages, at = [], 0
+        passes = StagePasses(self.layout, full_schedule(self.layout, self.cluster.engine), self.cluster.engine)
+        for index, shaped in enumerate(self.layout.shaped):
+            timed = [compute_time(shaped.trace, self.cluster, self.training, backward=b) for b in (False, True)]
+            units = tuple((self._decided_unit(at + n, timed),) for n in range(len(shaped.units)))
+            at += len(shaped.units)
+            forward, backward = (
+                passes.of(index, backward=bool(b)).timed(
+                    lambda first, stop, time=time: time.between(first, stop, self.batch, self.batch)
+                )
+                for b, time in enumerate(timed)
+            )
+            shape = ShapeTable(None, units, _NO_ROWS, _NO_ROWS, 0, 0, forward, backward)
+            stages.append(StageTable((shape,), index))
+        problem = Problem(tuple(stages), 0, 0, self.cluster.overlap, self.training.accumulation)
+        options = iter(self.options)
+        choice = [
+            StageChoice(0, tuple((0, next(options).sharded) for _ in shaped.units)) for shaped in self.layout.shaped
+        ]
+        return problem, tuple(choice)
+
+    def _decided_unit(self, index: int, timed: Sequence[Compute]) -> UnitOption:
+        unit, option, places = self.layout.units[index], self.options[index], self.layout.places[index]
+        lines, wires = option_lines(unit, option, places, self.training, self.cluster)
+        kernels = Kernels.of(places, timed[0], timed[1], self.batch, self.batch)
+        lines |= slice_lines(wires, kernels, replicated=option.mode == REPLICATE)
+        split = option.slices if option.mode != REPLICATE else 1
+        return UnitOption(option, _NO_BYTES, _NO_BYTES, split, reduce_once=option.reduce_once, **lines)
+
+    def collectives(self, micro_batches: int | None = None) -> list[PlannedCollective]:
         """All collectives of a step in the order in which they are issued, micro-batch by micro-batch.
 
         What is done once comes in the last one. Groups that have several names take the first of world, node and
@@ -104,7 +135,7 @@ class StepGraph:
         names = {group: self._group(group) for group in ("world", "node", "across")}
         wires = [node for node in self.nodes if node.stream == COMMUNICATION and node.group is not None]
         return [
-            Planned(node.kind, name, node.nbytes, node.name)
+            PlannedCollective(node.kind, name, node.nbytes, node.name)
             for micro_batch in range(count)
             for node in wires
             if (name := names[node.group or ""]) and (micro_batch == count - 1 or not node.once)
@@ -130,7 +161,11 @@ class StepGraph:
         }
 
 
-class Planned(NamedTuple):
+_NO_BYTES = np.zeros((1, 2), dtype=np.int64)
+_NO_ROWS = Rows(np.zeros(1, dtype=np.int64), *(np.zeros(1, dtype=bool) for _ in range(3)))
+
+
+class PlannedCollective(NamedTuple):
     """A collective of a whole step, and the unit that it is for."""
 
     kind: str
@@ -139,19 +174,31 @@ class Planned(NamedTuple):
     unit: str
 
     @property
-    def issued(self) -> Issued:
-        return Issued(self.kind, self.group, self.nbytes)
+    def record(self) -> CollectiveRecord:
+        return CollectiveRecord(self.kind, self.group, self.nbytes)
 
 
-class _Copied(NamedTuple):
-    """The copies beside a collective: where they belong, and the visit that needs what was gathered."""
+@dataclass(frozen=True)
+class Node:
+    """One thing that runs, after the nodes that it `depends` on; with `once`, in the last micro-batch only."""
 
+    id: int
+    kind: str
     name: str
     phase: str
     stage: str
-    work: Collective
-    once: bool
-    visit: int
+    stream: str
+    group: str | None
+    nbytes: int
+    flops: int
+    seconds: float
+    depends: tuple[int, ...]
+    once: bool = False
+    busy: float = 0.0  # what a collective takes from the computation beside it, beyond what all of them do
+
+    @property
+    def taken_seconds(self) -> float:
+        return taken_seconds(self.seconds, self.busy)
 
 
 class _Builder:
@@ -162,103 +209,93 @@ class _Builder:
         self.training, self.cluster = training, cluster
         self.nodes: list[Node] = []
         self.last: dict[str, int] = {}  # stream -> its latest node
-        places = layout.places
         self.work = [
-            unit_work(u, o, p, training, cluster) for u, o, p in zip(layout.units, options, places, strict=True)
+            unit_work(u, o, p, training, cluster) for u, o, p in zip(layout.units, options, layout.places, strict=True)
         ]
         self.pieces = pieces_of(layout.units, options)
-        self.home = [shaped.stage.name for shaped in layout.shaped for _ in shaped.units]
-        self.pending: list[tuple[_Copied, tuple[int, ...]]] = []  # copies out of gathers, and what they wait for
+        self.gathered: dict[tuple[int, int], list[tuple[Collective, tuple[int, ...]]]] = {}  # and not yet entered
+        self.timed = {
+            (index, backward): compute_time(shaped.trace, cluster, training, backward=backward)
+            for index, shaped in enumerate(layout.shaped)
+            for backward in (False, True)
+        }
 
-    def add(
-        self, kind: str, name: str, phase_name: str, stage: str, seconds: float, *, stream: str = COMPUTE, **more: Any
-    ) -> int:
+    def add(self, kind: str, name: str, visit: int, seconds: float, *, stream: str = COMPUTE, **more: Any) -> int:
         depends = {self.last[stream]} if stream in self.last else set()
         depends |= set(more.pop("after", ()))
+        stages = len(self.layout.shaped)
         values: dict[str, Any] = {"group": None, "nbytes": 0, "flops": 0, **more}
-        node = Node(
-            id=len(self.nodes),
-            kind=kind,
-            name=name,
-            phase=phase_name,
-            stage=stage,
-            stream=stream,
-            seconds=seconds,
-            depends=tuple(sorted(depends)),
-            **values,
-        )
+        if visit == 2 * stages:
+            phase, stage = OPTIMIZER, OPTIMIZER
+        else:
+            phase = BACKWARD if visit >= stages else FORWARD
+            stage = self.layout.shaped[min(visit, 2 * stages - 1 - visit)].stage.name
+        after = tuple(sorted(depends))
+        node = Node(len(self.nodes), kind, name, phase, stage, stream, seconds=seconds, depends=after, **values)
         self.nodes.append(node)
         self.last[stream] = node.id
         return node.id
 
-    def issued(self, issue: Issue, computed: int | None) -> None:
-        """The collectives of an issue. Copies out of a gather wait until its unit is entered."""
-        unit = self.layout.units[issue.piece.index]
-        in_forward = issue.visit < len(self.layout.shaped)
-        stage, phase_name = self.home[issue.piece.index], FORWARD if in_forward else BACKWARD
-        once = issue.what == REDUCE and self.options[issue.piece.index].reduce_once
-        place = self.layout.places[issue.piece.index]
-        entered = place.enter if in_forward else place.enter_again
-        for each in self.collectives(issue):
-            copied = _Copied(unit.name, phase_name, stage, each, once, entered.visit if entered else 0)
-            after = () if computed is None else (computed,)
-            if issue.what == REDUCE:
-                after = (*after, self.copy(copied, after))
-            if each.kind != "copy":
-                details = {"group": each.group, "nbytes": each.nbytes, "once": once, "after": after, "busy": each.busy}
-                node = self.add(each.kind, unit.name, phase_name, stage, each.seconds, stream=COMMUNICATION, **details)
-                after = (node,)
-            if issue.what != REDUCE:
-                self.pending.append((copied, after))
+    def event(self, event: Event) -> None:
+        if event.piece is None:
+            self.compute(event)
+        elif event.do is Do.REDUCE:
+            self.reduce(event.piece, event.visit)
+        elif event.do in (Do.ENTER, Do.ENTER_AGAIN):
+            for each, after in self.gathered.pop((event.piece.index, event.piece.slice), []):
+                self.copy(event.piece, event.visit, each, after, once=False)
+        else:
+            for each in self.collectives(event.piece, event.do):
+                after = (self.collective(event.piece, event.visit, each, ()),) if each.kind != "copy" else ()
+                self.gathered.setdefault((event.piece.index, event.piece.slice), []).append((each, after))
 
-    def collectives(self, issue: Issue) -> list[Collective]:
+    def reduce(self, piece: Piece, visit: int) -> None:
+        once = self.options[piece.index].reduce_once
+        works = self.collectives(piece, Do.REDUCE)
+        copied = [self.copy(piece, visit, each, (), once=once) for each in works if each.copy_seconds]
+        for each in works:
+            if each.kind != "copy":
+                self.collective(piece, visit, each, tuple(copied), once=once)
+
+    def collectives(self, piece: Piece, do: Do) -> list[Collective]:
         """Seconds are those of the unit's largest slice, as the search has them; bytes are the piece's own."""
-        piece, first = issue.piece, self.pieces[issue.piece.index][0]
+        first = self.pieces[piece.index][0]
         option = Option(piece.mode, two_levels=self.options[piece.index].two_levels)
         own, priced = (
             unit_work(unit, option, self.layout.places[piece.index], self.training, self.cluster)
             for unit in (piece.unit, first.unit)
         )
-        pairs = zip(getattr(own, issue.what), getattr(priced, issue.what), strict=True)
+        pairs = zip(getattr(own, do.value), getattr(priced, do.value), strict=True)
         return [most._replace(nbytes=each.nbytes, copied_bytes=each.copied_bytes) for each, most in pairs]
 
-    def copy(self, copied: _Copied, after: tuple[int, ...]) -> int:
-        name, phase_name, stage, work, once, _ = copied
+    def collective(
+        self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...], *, once: bool = False
+    ) -> int:
+        issued = (self.last[COMPUTE],) if COMPUTE in self.last else ()
+        details = {"group": work.group, "nbytes": work.nbytes, "once": once, "busy": work.busy}
+        name = self.layout.units[piece.index].name
+        return self.add(work.kind, name, visit, work.seconds, stream=COMMUNICATION, after=(*after, *issued), **details)
+
+    def copy(self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...], *, once: bool) -> int:
         details = {"nbytes": work.copied_bytes, "once": once, "after": after}
-        return self.add("copy", name, phase_name, stage, work.copy_seconds, **details)
+        return self.add("copy", self.layout.units[piece.index].name, visit, work.copy_seconds, **details)
 
-    def compute(self, visit: int) -> int:
-        """The kernels of a visit, after the copies out of what was gathered for it so far."""
-        ready: list[int] = []
-        for copied, after in self.pending:
-            if copied.visit <= visit:
-                ready += [*after, self.copy(copied, after)]
-        self.pending = [(copied, after) for copied, after in self.pending if copied.visit > visit]
+    def compute(self, event: Event) -> None:
         stages = len(self.layout.shaped)
-        backward = visit >= stages
-        shaped = self.layout.shaped[2 * stages - 1 - visit if backward else visit]
-        work = compute_time(shaped.trace, self.cluster, self.training, backward=backward)
-        name, phase_name = shaped.stage.name, BACKWARD if backward else FORWARD
-        details = {"flops": work.flops_at(self.batch), "after": tuple(ready)}
-        return self.add(COMPUTE, name, phase_name, name, work.at(self.batch), **details)
-
-    def visit(self, visit: int, issues: Sequence[Issue]) -> None:
-        """What a visit issues, and its kernels: after its gathers, before its first reduction."""
-        computed: int | None = None
-        for issue in issues:
-            if issue.what == REDUCE and computed is None:
-                computed = self.compute(visit)
-            self.issued(issue, computed if issue.what == REDUCE else None)
-        if computed is None:
-            self.compute(visit)
+        backward = event.visit >= stages
+        index = 2 * stages - 1 - event.visit if backward else event.visit
+        work, shaped = self.timed[index, backward], self.layout.shaped[index]
+        segments = (shaped.trace.backward if backward else shaped.trace.forward)[slice(*event.segments)]
+        flops = sum(int((segment.flops @ np.array([1, self.batch])).sum()) for segment in segments)
+        seconds = work.between(*event.segments, self.batch, self.batch)
+        self.add(COMPUTE, shaped.stage.name, event.visit, seconds, flops=flops)
 
     def finish(self) -> None:
-        for copied, after in self.pending:
-            self.copy(copied, after)
         stepped = sum(work.step_bytes for work in self.work)
         seconds = sum(work.step_seconds for work in self.work)
         ends = tuple(self.last.values())
-        self.add(OPTIMIZER, self.training.optimizer.name, OPTIMIZER, OPTIMIZER, seconds, nbytes=stepped, after=ends)
+        name, visit = self.training.optimizer.name, 2 * len(self.layout.shaped)
+        self.add(OPTIMIZER, name, visit, seconds, nbytes=stepped, after=ends)
 
 
 def step_graph(
@@ -266,11 +303,8 @@ def step_graph(
 ) -> StepGraph:
     """The graph of a step in which the layout's units take these options."""
     builder = _Builder(layout, options, batch, training, cluster)
-    visits: list[list[Issue]] = [[] for _ in range(2 * len(layout.shaped))]
-    for issue in issue_order(layout, options):
-        visits[issue.visit].append(issue)
-    for visit, issues in enumerate(visits):
-        builder.visit(visit, issues)
+    for event in schedule(layout, options, cluster.engine):
+        builder.event(event)
     builder.finish()
     return StepGraph(layout, tuple(options), batch, training, cluster, tuple(builder.nodes))
 

@@ -11,12 +11,13 @@ import numpy as np
 
 from osdp.cost.holds import Hold, Places, Position, forward_issue, slice_growths, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout
-from osdp.cost.seconds import Collective, UnitWork, unit_work
+from osdp.cost.option_seconds import option_lines
 from osdp.cost.slots import Slots, value_at, visit_bytes
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
 from osdp.planfile import OVER_WORLD, REPLICATE
 from osdp.search.problem import (
+    SECONDS,
     Amount,
     Guest,
     Seconds,
@@ -61,11 +62,13 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
 
 
 def _seconds(option: UnitOption) -> float:
-    return sum(getattr(option, name).at(option.slices) for name in _SECONDS)
+    return sum(getattr(option, name).at(option.slices) for name in SECONDS)
 
 
 def together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
-    """The options of a block whose units choose together: a mode and a number of slices; see [Note: Long lists]."""
+    """The options of a block whose units choose together: a mode and a number of slices; see [Note: Together]."""
+    if not all(units):
+        return []  # the pins leave some unit no mode
     by_key = [{option.key[0]: option for option in unit} for unit in units]  # type: ignore[index]
     wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once, key.two_levels) for unit in by_key for key in unit)
     found = []
@@ -97,18 +100,18 @@ def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
     for option in options:
         assert isinstance(option.key, tuple)
         keys.append(replace(option.key[0], sharded=option.slices))
-    sums: dict[str, Any] = {name: amount(name) for name in _BYTES} | {name: seconds(name) for name in _SECONDS}
+    sums: dict[str, Any] = {name: amount(name) for name in _BYTES} | {name: seconds(name) for name in SECONDS}
     return UnitOption(
         key=tuple(keys),
         forward=_at_slices(options, "forward"),
         backward=_at_slices(options, "backward"),
         reduce_once=any(option.reduce_once for option in options),
+        parts=tuple((option, option.slices) for option in options),
         **sums,
     )
 
 
 _BYTES = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
-_SECONDS = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
 
 
 def growth_rows(layout: Layout, units: Sequence[Unit], places: Sequence[Places], key: object, slots: Slots) -> Growths:
@@ -138,15 +141,11 @@ def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: S
         slope = read(two) - read(one)
         return Amount(read(one) - slope, slope)
 
-    def seconds(read: Callable[[_Measured], float]) -> Seconds:
-        slope = read(two) - read(one) if split else 0.0
-        return Seconds(read(one) - slope, slope)
-
     def rows(which: int) -> IntArray:
         slope = two.rows[which] - one.rows[which]
         return np.stack([one.rows[which] - slope, slope], axis=1)
 
-    more = max(0, places.calls - 1)  # each gathers again, as backward does; see [Note: Issue order]
+    lines, _ = option_lines(unit, option, places, tables.training, tables.cluster)
     return UnitOption(
         key=(option,),
         forward=rows(0),
@@ -162,23 +161,9 @@ def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: S
         cast_again=amount(lambda m: m.cast_again),
         reducing=amount(lambda m: m.reducing),
         far=one.far,
-        gather=seconds(lambda m: _wire(m.work.gather) + more * _wire(m.work.gather_again)),
-        gather_again=seconds(lambda m: _wire(m.work.gather_again)),
-        reduce=seconds(lambda m: _wire(m.work.reduce)),
-        copy=seconds(lambda m: _copies(m.work.gather) + more * _copies(m.work.gather_again)),
-        copy_again=seconds(lambda m: _copies(m.work.gather_again)),
-        copy_reduce=seconds(lambda m: _copies(m.work.reduce)),
-        step=seconds(lambda m: m.work.step_seconds),
         reduce_once=option.reduce_once,
+        **lines,
     )
-
-
-def _wire(work: Sequence[Collective]) -> float:
-    return sum(collective.seconds for collective in work)
-
-
-def _copies(work: Sequence[Collective]) -> float:
-    return sum(collective.copy_seconds + collective.taken_seconds for collective in work)
 
 
 class _Measured:
@@ -188,7 +173,6 @@ class _Measured:
         self, tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option
     ) -> None:
         holds = unit_holds(unit, option, places, tables.training, tables.cluster)
-        self.work: UnitWork = unit_work(unit, option, places, tables.training, tables.cluster)
         self.always = value_at(holds, Position(-1, 0))
         forward, backward = slots.visits
         self.rows = [visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]

@@ -1,12 +1,4 @@
-"""What a step takes: compute by roofline, collectives by latency and bandwidth, copies and the optimizer by memory.
-
-[Note: Phase]
-One stage's forward, or its backward, is a phase. Where communication overlaps compute, a phase takes the longer of its
-compute and its own communication: in a row of equal blocks each gather hides behind the block before, each reduction
-behind the block after, so every phase hides as much as it owns. The first stage has nothing before it in forward and
-nothing after it in backward: its communication is exposed. Where nothing overlaps, phases are sums; where a profile
-found that a part of it does, they are that mixture of both.
-"""
+"""What a step takes: compute by roofline, collectives by latency and bandwidth, copies and the optimizer by memory."""
 
 from __future__ import annotations
 
@@ -17,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cluster.timed import at_least as timed_at_least
-from osdp.cluster.timed import between as timed_at
+from osdp.cluster.measured import at_least as timed_at_least
+from osdp.cluster.measured import between as timed_at
 from osdp.cost.holds import Places
+from osdp.cost.kernel_time import KernelTime
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit, is_gathered_again
-from osdp.model.graph import Stretch, Trace
+from osdp.model.graph import FloatArray, Stretch, Trace
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
@@ -30,25 +23,39 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Compute:
-    """Seconds of a pass's kernels: each takes its FLOPs or its bytes, whichever is longer, and a launch."""
+    """Seconds of a pass's kernels; see [Note: Kernel rates] in osdp.cost.kernel_time.
+
+    Segments add up, and none takes longer a sample where there are more of them.
+    """
 
     def __init__(self, stretches: Sequence[Stretch], cluster: Cluster, training: Training) -> None:
         none = np.zeros((0, 2), dtype=np.int64)
         self.flops = np.concatenate([none, *(stretch.flops for stretch in stretches)])
         self.moved = np.concatenate([none, *(stretch.moved for stretch in stretches)])
-        device = cluster.device
-        self._flop_seconds = device.matmul_seconds(1e12, training.precision.compute_dtype) / 1e12
-        self._byte_seconds = device.memory_seconds(1e12) / 1e12
-        self._launches = len(self.flops) * device.kernel_seconds
+        kinds = np.concatenate([np.zeros(0, dtype=np.int64), *(stretch.kinds for stretch in stretches)])
+        dtype = training.precision.compute_dtype
+        self._kernels = KernelTime(self.flops, self.moved, kinds, cluster, dtype, compiled=training.compiled)
+        self._behind = np.cumsum([0, *(len(segment.flops) for segment in stretches)])  # kernels before each segment
+        self._known: dict[int, FloatArray] = {}
+
+    def _before(self, batch: int) -> FloatArray:
+        """Seconds of all kernels before each segment, by the rule."""
+        if batch not in self._known:
+            sums = np.concatenate([[0.0], np.cumsum(self._kernels.each(batch))])
+            self._known[batch] = sums[self._behind]
+        return self._known[batch]
 
     def at(self, batch: int) -> float:
-        size = np.array([1.0, batch])
-        seconds = np.maximum(self.flops @ size * self._flop_seconds, self.moved @ size * self._byte_seconds).sum()
-        return float(seconds) + self._launches
+        return float(self._before(batch)[-1])
 
     def at_least(self, low: int, high: int) -> float:
         """Seconds of batch `high` at the best rate per sample from `low` on: its own, as launches are shared."""
         return self.at(high)
+
+    def between(self, first: int, stop: int, low: int, high: int) -> float:
+        """The same as `at_least` of the segments from `first` up to `stop`."""
+        before = self._before(high)
+        return float(before[stop] - before[first])
 
     def flops_at(self, batch: int) -> int:
         return int((self.flops @ np.array([1, batch])).sum())
@@ -73,6 +80,12 @@ class TimedCompute(Compute):
 
     def at_least(self, low: int, high: int) -> float:
         return timed_at_least(*self._timed, low, high)
+
+    def between(self, first: int, stop: int, low: int, high: int) -> float:
+        """By the roofline at the largest batch size that was timed, the segments' share of the whole."""
+        before = self._before(max(self._timed[0]))
+        whole = float(before[-1])
+        return float(before[stop] - before[first]) / whole * self.at_least(low, high) if whole else 0.0
 
 
 def compute_time(trace: Trace, cluster: Cluster, training: Training, *, backward: bool) -> Compute:
@@ -119,28 +132,35 @@ class UnitWork:
 
 def unit_work(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> UnitWork:
     """The collectives of a unit's option; with slices, one of each kind for every slice."""
+    works = [(slice_work(unit, option, mode, places, training, cluster), count) for mode, count in option.held]
+    return UnitWork(
+        gather=tuple(each for work, count in works for each in work.gather * count),
+        gather_again=tuple(each for work, count in works for each in work.gather_again * count),
+        reduce=tuple(each for work, count in works for each in work.reduce * count),
+        step_bytes=sum(work.step_bytes * count for work, count in works),
+        step_seconds=sum(work.step_seconds * count for work, count in works),
+    )
+
+
+def slice_work(unit: Unit, option: Option, mode: str, places: Places, training: Training, cluster: Cluster) -> UnitWork:
+    """The collectives of a unit, or of one of its slices, that is held in `mode`."""
     gather: list[Collective] = []
     again: list[Collective] = []
     reduce: list[Collective] = []
-    stepped = tensors = 0
-    for mode, count in option.held:
-        sizes = unit.sizes(mode, cluster, option.slices)
-        stepped += count * sizes.trained
-        tensors += count * sizes.trained_tensors
-        two_levels = option.crosses(mode)
-        if places.enter is not None:
-            found = _gather(mode, sizes, training, cluster, again=False, two_levels=two_levels)
-            gather += _visited(found, cluster) * count
-        if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
-            again += _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels) * count
-        if unit.trained and places.leave_again is not None:
-            reduce += _visited(_reduce(mode, sizes, training, cluster, two_levels=two_levels), cluster) * count
-    held = training.precision.master_bytes * stepped
+    sizes = unit.sizes(mode, cluster, option.slices)
+    two_levels = option.crosses(mode)
+    if places.enter is not None:
+        gather = _visited(_gather(mode, sizes, training, cluster, again=False, two_levels=two_levels), cluster)
+    if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
+        again = _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels)
+    if unit.trained and places.leave_again is not None:
+        reduce = _visited(_reduce(mode, sizes, training, cluster, two_levels=two_levels), cluster)
+    held = training.precision.master_bytes * sizes.trained
     step_bytes = training.optimizer.passes * held
     timed = cluster.timed_optimizer(training.optimizer.name)
     seconds = cluster.device.memory_seconds(step_bytes)
     if timed is not None:
-        seconds = tensors * timed.tensor_seconds + held * timed.byte_seconds
+        seconds = sizes.trained_tensors * timed.tensor_seconds + held * timed.byte_seconds
     return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, seconds)
 
 

@@ -1,10 +1,9 @@
 """Makes the search's tables out of layouts, holds and seconds; see [Note: Problem] in osdp.search.problem.
 
-[Note: Long lists]
-Every unit chooses for itself, with one exception: lists of more than LONG_LIST blocks. There one granularity, and
-one number of slices for what can be split, holds for all blocks, and the units of one block choose their mode
-together. Blocks still differ from each other in mode and recompute, so any mixture over the list remains, in steps of a
-block instead of an operator, and a person can read the plan.
+[Note: Together]
+The units of one block choose their mode, and what can be split its number of slices, together. Blocks differ from each
+other in granularity, mode, slices and recompute, so any mixture over the model remains, in steps of a block instead of
+an operator, and a person can read the plan. Outside blocks every unit chooses for itself.
 """
 
 from __future__ import annotations
@@ -16,15 +15,19 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from osdp.cluster import Cluster
+from osdp.cost.holds import Places
 from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
+from osdp.cost.option_seconds import Kernels, SliceWires, option_lines, slice_lines
 from osdp.cost.options import Growths, growth_rows, guests_of, options_of, slices_of, together
+from osdp.cost.schedule import full_schedule
 from osdp.cost.seconds import Compute, compute_time
 from osdp.cost.slots import SlotGroups, Slots, neighbour_flags
+from osdp.cost.stage_passes import PassOps, StagePasses
 from osdp.cost.training import Training
-from osdp.cost.units import WHOLE, Option, Unit, modes_for
+from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, modes_for
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
-from osdp.planfile import MODES
+from osdp.planfile import MODES, REPLICATE
 from osdp.search.problem import (
     Guest,
     Problem,
@@ -33,8 +36,6 @@ from osdp.search.problem import (
     StageTable,
     UnitOption,
 )
-
-LONG_LIST = 8  # see [Note: Long lists]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ class Tables:
         self.shapes = Shapes(graph)
         self._check_rules()
         self._made: dict[object, list[_MadeShape]] = {}
-        self._long = _long_lists(graph)
         self._stages = [self._stage(index) for index in range(len(graph.stages))]
 
     def _check_rules(self) -> None:
@@ -122,34 +122,47 @@ class Tables:
         """Options of all units of all stages in all their shapes."""
         return sum(len(unit) for made in self._stages for shape in made for unit in shape.options)
 
-    def grains(self) -> list[Grain]:
-        """The ways to gather the blocks of long lists, for the search to try; see [Note: Long lists]."""
-        found: dict[Grain, None] = {}
-        for index, made in enumerate(self._stages):
-            if self.graph.stages[index].name in self._long:
-                for shape in made:
-                    found.update(dict.fromkeys(Grain(shape.granularity, slices_of(o)) for o in shape.options[0]))
-        grains = list(found) or [Grain(WHOLE, 1)]
+    @property
+    def variants(self) -> list[bool | None]:
+        """Problems to search: where stages outside blocks differ once some block is recomputed, one for either case."""
         again = {s.shaped.shape.recompute for made in self._stages for s in made if not s.shaped.stage.is_block}
-        return [replace(grain, recompute=r) for r in sorted(again) for grain in grains] if True in again else grains
+        return [False, True] if True in again else [None]
 
-    def problem(self, batch: int, *, limit: int, grain: Grain | None = None, time_batch: int | None = None) -> Problem:
-        """The tables at a batch size and grain; with `time_batch`, the seconds are those of another one."""
-        grain = grain or self.grains()[0]
+    def problem(
+        self,
+        batch: int,
+        *,
+        limit: int,
+        accumulation: int = 1,
+        recomputed: bool | None = None,
+        time_batch: int | None = None,
+    ) -> Problem:
+        """The tables at a batch size; with `time_batch`, the seconds are those of another one.
+
+        `recomputed` is one of the variants.
+        """
+        assert (accumulation > 1) == (self.training.accumulation > 1)
         kinds: dict[int, tuple[int, tuple[ShapeTable, ...]]] = {}
         stages = []
-        for index, made in enumerate(self._stages):
+        for made in self._stages:
             if id(made) not in kinds:
-                long = self.graph.stages[index].name in self._long
-                known = [shape for shape in made if shape.allowed(grain)] or made
-                fine = [fit for shape in known if (fit := shape.of_grain(grain))] if long else known
-                chosen = fine or [fit for shape in known if (fit := shape.of_grain(Grain(WHOLE, 1)))]
-                tables = tuple(shape.table(batch, time_batch or batch) for shape in chosen)
+                allowed = [shape for shape in made if shape.allowed(recomputed)] or made
+                tables = tuple(shape.table(batch, time_batch or batch) for shape in allowed)
                 kinds[id(made)] = len(kinds), tables
             number, tables = kinds[id(made)]
-            stages.append(StageTable(tables, number, exposed=index == 0))
+            stages.append(StageTable(tables, number))
         constant = self.graph.buffer_bytes + self.graph.input_bytes.at(batch)
-        return Problem(tuple(stages), constant, limit, self.cluster.overlap, self.training.accumulation)
+        return Problem(tuple(stages), constant, limit, self.cluster.overlap, accumulation)
+
+    def uniform(self, problem: Problem, way: Uniform) -> tuple[StageChoice, ...] | None:
+        """The choice that holds every unit in one way; None where the problem has it not."""
+        choice = []
+        for table in problem.stages:
+            found = next((c for n, shape in enumerate(table.shapes) if (c := _uniform(n, shape, way))), None)
+            if found is None:
+                return None
+            choice.append(found)
+        return tuple(choice)
 
     def read(self, problem: Problem, choice: Sequence[StageChoice]) -> tuple[Layout, list[Option]]:
         """A choice as a layout and the option of each of its units."""
@@ -167,15 +180,37 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Grain:
-    """How the blocks of long lists are gathered: at which granularity, split into how many slices.
+class Uniform:
+    """One way for all units: blocks are gathered whole, nothing is split; as the usual ways to train are."""
 
-    Where stages outside blocks differ once a block is recomputed (see [Note: Stage]), `recompute` tells if one may be.
-    """
+    mode: str
+    recompute: bool
+    reduce_once: bool
 
-    granularity: str
-    slices: int
-    recompute: bool | None = None
+
+def _uniform(number: int, shape: ShapeTable, way: Uniform) -> StageChoice | None:
+    key = shape.key
+    assert isinstance(key, Shape)
+    if key.granularity == WHOLE and key.recompute != way.recompute:
+        return None
+    if key.granularity not in (WHOLE, OPERATORS) or (key.granularity == OPERATORS and shape.is_block):
+        return None
+    options = []
+    for unit in shape.units:
+        fits = [
+            o
+            for o, option in enumerate(unit)
+            if all(
+                (each.mode, each.slices, each.two_levels) == (way.mode, 1, False)
+                and each.reduce_once in (way.reduce_once, False)
+                for each in _keys(option)
+            )
+        ]
+        if not fits:
+            return None
+        best = max(fits, key=lambda o: all(each.reduce_once == way.reduce_once for each in _keys(unit[o])))
+        options.append((best, 1))
+    return StageChoice(number, tuple(options))
 
 
 @dataclass
@@ -190,12 +225,13 @@ class _MadeShape:
     backward: SlotGroups
     forward_time: Compute
     backward_time: Compute
+    passes: tuple[PassOps, PassOps]
+    places: tuple[Places, ...]
+    wires: Mapping[tuple[int, Option], SliceWires]  # of every unit's split options
 
     @staticmethod
     def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
-        shapes = tables.shapes.plainest()
-        shapes[index] = shape
-        layout = tables.shapes.layout(shapes)
+        layout, index = _around(tables.shapes, index, shape)
         shaped = layout.shaped[index]
         visits = layout.visit(index, False), layout.visit(index, True)
         lengths = 3 * len(shaped.trace.forward), 3 * len(shaped.trace.backward)
@@ -207,7 +243,12 @@ class _MadeShape:
             for unit, places in zip(shaped.units, all_places, strict=True)
         )
         alone = [((unit,), (places,)) for unit, places in zip(shaped.units, all_places, strict=True)]
-        if shaped.stage.name in tables._long:
+        wires = {
+            (number, key): option_lines(unit, key, places, tables.training, tables.cluster)[1]
+            for number, (unit, places) in enumerate(zip(shaped.units, all_places, strict=True))
+            for key in {replace(key, sharded=1) for o in options[number] for key in _keys(o) if key.slices > 1}
+        }
+        if shaped.stage.is_block and len(shaped.units) > 1:
             options, alone = (tuple(together(options)),), [(shaped.units, tuple(all_places))]
         growths = [
             {o.key: growth_rows(layout, *held, o.key, slots) for o in unit if slices_of(o) > 1}
@@ -236,41 +277,42 @@ class _MadeShape:
             groups[1],
             compute_time(shaped.trace, tables.cluster, tables.training, backward=False),
             compute_time(shaped.trace, tables.cluster, tables.training, backward=True),
+            _passes(layout, index, tables.cluster),
+            tuple(all_places),
+            wires,
         )
 
-    @property
-    def granularity(self) -> str:
-        return self.shaped.shape.granularity
-
-    def allowed(self, grain: Grain) -> bool:
+    def allowed(self, recomputed: bool | None) -> bool:
         """Whether this shape occurs where some block is recomputed, or where none is."""
         shape = self.shaped.shape
-        return grain.recompute in (None, shape.recompute) or (bool(grain.recompute) and self.shaped.stage.is_block)
-
-    def of_grain(self, grain: Grain) -> _MadeShape | None:
-        """This shape with the options of a grain only; None where it has none."""
-        options = tuple(o for o in self.options[0] if slices_of(o) == grain.slices)
-        return replace(self, options=(options,)) if self.granularity == grain.granularity and options else None
+        return recomputed in (None, shape.recompute) or (bool(recomputed) and self.shaped.stage.is_block)
 
     def table(self, batch: int, time_batch: int) -> ShapeTable:
         trace = self.shaped.trace
         forward, kept = self.forward.rows(levels(trace.forward, batch))
         backward, kept_again = self.backward.rows(levels(trace.backward, batch))
-        passes = self.forward_time, self.backward_time
         # at another batch the seconds bound those of all sizes in between; see [Note: Interval] in osdp.search.batches
-        forward_seconds, backward_seconds = (each.at_least(batch, time_batch) for each in passes)
+        passes = [
+            ops.timed(lambda first, stop, time=time: time.between(first, stop, batch, time_batch))
+            for ops, time in zip(self.passes, (self.forward_time, self.backward_time), strict=True)
+        ]
         return ShapeTable(
             key=self.shaped.shape,
+            is_block=self.shaped.stage.is_block,
+            is_whole=self.shaped.shape.granularity == WHOLE or not self.shaped.stage.is_block,
             units=tuple(
-                tuple(_at_batch(o, growths.get(o.key), kept, kept_again, batch) for o in unit)
-                for unit, growths in zip(self.options, self.growths, strict=True)
+                tuple(
+                    self._timed(number, _at_batch(o, growths.get(o.key), kept, kept_again, batch), batch, time_batch)
+                    for o in unit
+                )
+                for number, (unit, growths) in enumerate(zip(self.options, self.growths, strict=True))
             ),
             forward=forward,
             backward=backward,
             saved=trace.forward_delta.at(batch),
             freed=trace.backward_delta.at(batch),
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
+            forward_pass=passes[0],
+            backward_pass=passes[1],
             guests=tuple(
                 replace(
                     guest,
@@ -280,6 +322,41 @@ class _MadeShape:
                 for guest in self.guests
             ),
         )
+
+    def _timed(self, unit: int, option: UnitOption, batch: int, time_batch: int) -> UnitOption:
+        """An option with what its slices' turns take at a batch size."""
+        if option.parts:
+            parts = [(self._timed(n, part, batch, time_batch), k) for n, (part, k) in enumerate(option.parts)]
+            return replace(option, parts=tuple(parts))
+        (key,) = _keys(option)
+        if key.slices == 1:
+            return option
+        wires = self.wires[unit, replace(key, sharded=1)]
+        kernels = Kernels.of(self.places[unit], self.forward_time, self.backward_time, batch, time_batch)
+        return replace(option, **slice_lines(wires, kernels, replicated=key.mode == REPLICATE))
+
+
+_NEIGHBOURS = 2  # on either side of a block: what it costs depends on no more of them
+
+
+def _around(shapes: Shapes, index: int, shape: Shape) -> tuple[Layout, int]:
+    """A layout in which a stage has this shape, and the stage's place in it; of blocks only the nearest are there."""
+    stages = shapes.graph.stages
+    kept = [n for n, stage in enumerate(stages) if not (stages[index].is_block and stage.is_block)]
+    kept = sorted({*kept, *range(max(0, index - _NEIGHBOURS), min(len(stages), index + _NEIGHBOURS + 1))})
+    plainest = shapes.plainest()
+    plainest[index] = shape
+    return Layout(shapes.graph, [shapes.shaped(n, plainest[n]) for n in kept]), kept.index(index)
+
+
+def _keys(option: UnitOption) -> tuple[Option, ...]:
+    assert isinstance(option.key, tuple)
+    return option.key
+
+
+def _passes(layout: Layout, index: int, cluster: Cluster) -> tuple[PassOps, PassOps]:
+    passes = StagePasses(layout, full_schedule(layout, cluster.engine), cluster.engine)
+    return passes.of(index, backward=False), passes.of(index, backward=True)
 
 
 def _at_batch(option: UnitOption, growths: Growths | None, kept: IntArray, again: IntArray, batch: int) -> UnitOption:
@@ -294,11 +371,3 @@ def _at_batch(option: UnitOption, growths: Growths | None, kept: IntArray, again
 
 def _regrouped(option: UnitOption, groups: Sequence[SlotGroups]) -> UnitOption:
     return replace(option, forward=option.forward[groups[0].first], backward=option.backward[groups[1].first])
-
-
-def _long_lists(graph: ModelGraph) -> set[str]:
-    """Names of the blocks whose units choose together; see [Note: Long lists]."""
-    lists: dict[str, list[str]] = {}
-    for stage in graph.blocks:
-        lists.setdefault(stage.name.rpartition(".")[0], []).append(stage.name)
-    return {name for names in lists.values() if len(names) > LONG_LIST for name in names}

@@ -63,12 +63,13 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Training:
-    """One way to train: what every rank's step consists of."""
+    """One way to train: what every rank's step consists of. With `compiled`, blocks run as torch.compile makes them."""
 
     precision: Precision
     optimizer: OptimizerCost
     reduce_dtype: str
     accumulation: int = 1
+    compiled: bool = False
 
     @staticmethod
     def of(precision: str = "bf16", optimizer: str = "adamw", reduce_dtype: str | None = None) -> Training:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from osdp.errors import OsdpError
 from osdp.model.graph import Affine, IntArray, Mark, Stretch, Trace
+from osdp.model.inputs import CaptureError
 from osdp.model.trace import RawTrace
 
+_ROOT_LEFT = Mark("leave", "")
 
-class CaptureError(OsdpError):
-    """The model ran, but not in a way that can be planned."""
+
+class UnevenGrowth(CaptureError):
+    """No line through two batch sizes predicts a third; see [Note: Batches] in runs.py."""
 
 
 @dataclass(frozen=True)
@@ -28,38 +30,39 @@ class GrowingTrace:
     live: IntArray
     mark_live: IntArray
     end_live: IntArray
+    kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def at(self, batch: int) -> IntArray:
         return self.live @ np.array([1, batch])
 
 
 def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
-    """Two batch sizes give every line, all others check them.
+    """Two batch sizes give every line, all others check them; one gives constants, true at that size only.
 
     [Constraint] equal kernels and marks at every batch size, and every count on its line.
     """
     batches = sorted(traces)
-    first, second = traces[batches[0]], traces[batches[1]]
+    first, second = traces[batches[0]], traces[batches[min(1, len(batches) - 1)]]
     for batch in batches[1:]:
         if traces[batch].marks != first.marks or traces[batch].mark_kernel != first.mark_kernel:
-            raise CaptureError(
+            raise UnevenGrowth(
                 f"the model runs different kernels at batch {batches[0]} and {batch}; pass inputs whose shapes "
                 "do not steer its control flow"
             )
-    b0, b1 = batches[:2]
+    b0, b1 = (*batches, batches[0] + 1)[:2]
 
     def lines(what: str) -> IntArray:
         low = np.array(getattr(first, what), dtype=np.int64)
         high = np.array(getattr(second, what), dtype=np.int64)
         slope, rest = np.divmod(high - low, b1 - b0)
         if rest.any():
-            raise CaptureError(f"{what} does not grow evenly with the batch size from {b0} to {b1}")
+            raise UnevenGrowth(f"{what} does not grow evenly with the batch size from {b0} to {b1}")
         grown = np.stack([low - slope * b0, slope], axis=-1)
         for batch in batches[2:]:
             seen = np.array(getattr(traces[batch], what), dtype=np.int64)
             off = np.flatnonzero(np.atleast_1d(grown @ np.array([1, batch]) != seen))
             if len(off):
-                raise CaptureError(
+                raise UnevenGrowth(
                     f"{what} of kernel {off[0]} grows unevenly: batches {b0} and {b1} do not predict batch {batch}"
                 )
         return grown
@@ -73,6 +76,7 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         lines("live"),
         lines("mark_live"),
         lines("end_live"),
+        np.array(first.kinds, dtype=np.int64),
     )
 
 
@@ -183,6 +187,10 @@ def _mirror(marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], t
             close = starts.get(before or "", -1)
         if close < at:
             return None  # a block without gradients, or run backward in another order
+        if block is not None and any(mark == _ROOT_LEFT for mark in marks[at:close]):
+            return (
+                None  # FSDP2 reduces the model's own parameters before those of a block whose inputs need no gradient
+            )
         cuts.append(Cut(block, (start, stop), (at, close)))
         at = close
     return cuts[::-1]
@@ -217,6 +225,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...
                 end=Affine(int(end[0] - base[0]), int(end[1] - base[1])),
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
+                kinds=trace.kinds[first_kernel:last_kernel],
             )
         )
     return tuple(stretches)

@@ -1,30 +1,44 @@
-"""`capture`: from a module and its inputs to a `ModelGraph`, on fake tensors; see the notes in graph.py."""
+"""`capture`: from a module and its inputs to a `ModelGraph`, on fake tensors; see the notes in graph.py.
+
+[Note: Uncalled]
+FSDP2 gives parameters of modules that are never called to the innermost unit around them. Where there is none but the
+model itself (a tower that the inputs do not use), the model is an operator too: its unit holds them.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from osdp._torch import FakeTensorMode, tree_leaves, tree_map_only
-from osdp.errors import OsdpError
-from osdp.model.assemble import CaptureError, Cut, GrowingTrace, build_trace, cut_stages, fit_growth, renamed
+from osdp._torch import FakeTensorMode
+from osdp.model.assemble import (
+    CaptureError,
+    Cut,
+    GrowingTrace,
+    UnevenGrowth,
+    build_trace,
+    cut_stages,
+    fit_growth,
+    renamed,
+)
 from osdp.model.beside import Beside, no_garbage_collection
 from osdp.model.depth import Short, shortened
-from osdp.model.fake import DTYPES, fake_copy, sequences_not_packed
-from osdp.model.graph import Affine, ModelGraph, Operator, Parameter, Stage, Trace
+from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
+from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.measure import OperatorCosts, measure_operators
+from osdp.model.refused import refused
+from osdp.model.runs import Recomputed, Runner, growing, try_recompute
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
-from osdp.model.trace import RawTrace, run_trace
+from osdp.model.trace import RawTrace
 
+_log = logging.getLogger("osdp")
 _LIKELY = 4  # the batch size of the check, where batch 1 takes kernels of its own, as in most: begun before it is known
-
-Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def capture(
@@ -35,22 +49,86 @@ def capture(
     name: str | None = None,
     compute_dtype: str = "bf16",
     seq_len: int | None = None,
+    batch: int | None = None,
 ) -> ModelGraph:
     """Measures a model without running it: parameters, operators, stages, memory, FLOPs, and their growth.
 
     `example_inputs` is a tuple of positional inputs, a dict of keyword inputs, or a function of the batch size that
-    returns both. `loss` maps the model's output to a scalar; without it the output must be one, or have `.loss`.
+    returns both; values of real tensors are used where the model asks for them, see [Note: Values]. `loss` maps the
+    model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `batch` is the batch
+    size to measure at where costs do not grow in a straight line with it, by default the example's.
     The model may live on any device, the meta device included; it is neither changed nor run.
     """
-    inputs = example_inputs if callable(example_inputs) else scaled_inputs(example_inputs)
+    first: Exception | None = None
     with no_garbage_collection():
-        taken = _taken(model, inputs, loss, compute_dtype)
-        return taken.graph(model, name or type(model).__name__, seq_len)
+        for inputs in _ways(model, example_inputs):
+            asked = _Asked(model, inputs, loss, compute_dtype, batch or _own_batch(example_inputs))
+            try:
+                graph = _taken(asked).graph(model, name or type(model).__name__, seq_len)
+            except Exception as error:
+                first = first or error
+                continue
+            for line in graph.assumptions:
+                _log.info("%s: %s", graph.name, line)
+            if graph.unused:
+                _log.warning("osdp: %s: %s", graph.name, _unused_line(graph))
+            return graph
+    assert first is not None
+    raise refused(model, first) from first
 
 
-def _taken(model: nn.Module, inputs: Inputs, loss: Callable[[Any], Tensor] | None, dtype_name: str) -> _Taken:
+def _unused_line(graph: ModelGraph) -> str:
+    numel = sum(graph.parameters[name].numel for name in graph.unused)
+    return (
+        f"the loss does not depend on {numel:,} of {graph.num_parameters:,} parameters, such as {graph.unused[0]}: "
+        "they are held and not trained; give inputs that use them, or freeze or remove them"
+    )
+
+
+def _ways(model: nn.Module, example: Any) -> list[Inputs]:
+    """The example at any batch size, as it is likeliest meant; see [Note: Samples]."""
+    if callable(example) and not isinstance(example, Mapping):
+        return [example]
+    ways = [scaled_inputs(example, model=model)]
+    return [*ways, scaled_inputs(example, model=model, rows=True)] if has_rows(example) else ways
+
+
+def _own_batch(example: Any) -> int:
+    return 2 if callable(example) and not isinstance(example, Mapping) else example_batch(example)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be captured."""
+
+    model: nn.Module
+    inputs: Inputs
+    loss: Callable[[Any], Tensor] | None
+    dtype: str
+    batch: int
+    root_is_operator: bool = False
+
+    def runner(self, mode: FakeTensorMode, short: Short | None = None) -> Runner:
+        cut = short.cut if short is not None else lambda model: None
+        return Runner.of(
+            self.model, self.inputs, self.loss, self.dtype, mode, cut=cut, root_is_operator=self.root_is_operator
+        )
+
+
+class _RootNeeded(Exception):
+    """Some modules are never called; see [Note: Uncalled]."""
+
+
+def _taken(asked: _Asked) -> _Taken:
+    try:
+        return _taken_as(asked)
+    except _RootNeeded:
+        return _taken_as(replace(asked, root_is_operator=True))
+
+
+def _taken_as(asked: _Asked) -> _Taken:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    short = shortened(model, own_blocks(model))
+    short = shortened(asked.model, own_blocks(asked.model))
     if short is not None:
         try:
             with Beside[RawTrace]() as whole:
@@ -60,114 +138,74 @@ def _taken(model: nn.Module, inputs: Inputs, loss: Callable[[Any], Tensor] | Non
                     nonlocal started
                     if batch != started:
                         started = batch
-                        whole.start(lambda: _at_full_depth(model, inputs, loss, dtype_name, mode, batch))
+                        whole.start(lambda: asked.runner(mode).check(batch))
 
                 check(_LIKELY)
-                taken = _Taken.of(model, inputs, loss, dtype_name, mode, short, check)
+                taken = _Taken.of(asked, mode, short, check)
                 if taken.agrees_with(whole.result()):
                     return taken
+        except _RootNeeded:
+            raise
         except Exception:
             pass  # full depth, below, works or says why not
     try:
-        return _Taken.of(model, inputs, loss, dtype_name, mode, None)
-    except OsdpError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be traced on fake tensors: {type(error).__name__}: {_first_line(error)}; "
-            "data-dependent shapes and .item() calls must go, or be guarded, for planning"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:300]
-
-
-def scaled_inputs(example: Any) -> Inputs:
-    """Inputs at any batch size from an example: every tensor whose first size is the example's batch is scaled."""
-    if isinstance(example, Tensor):
-        example = (example,)
-    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
-    sizes = [t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
-    if not sizes:
-        raise CaptureError("example_inputs hold no tensor with a batch dimension; pass a tuple or dict of tensors")
-    example_batch = sizes[0]
-
-    def at(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def scale(tensor: Tensor) -> Tensor:
-            if tensor.dim() == 0 or tensor.shape[0] != example_batch:
-                return tensor
-            return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-
-        return tree_map_only(Tensor, scale, (args, dict(kwargs)))
-
-    return at
+        return _Taken.of(asked, mode, None)
+    except UnevenGrowth as uneven:
+        return _Taken.at_one_batch(asked, mode, uneven)
 
 
 @dataclass
 class _Taken:
     """The captures of one copy of the model, short or whole, and what is needed to read them."""
 
-    inputs: Inputs
-    loss: Callable[[Any], Tensor] | None
-    dtype_name: str
-    mode: FakeTensorMode
+    asked: _Asked
     short: Short | None
     blocks: list[str]
     operators: set[str]
     plain: GrowingTrace
-    recomputed: GrowingTrace | None
+    again: Recomputed
     cuts: list[Cut]
-    recomputed_cuts: list[Cut]
     raw: dict[int, RawTrace]
     batches: tuple[int, ...]
+    notes: list[str]
 
     @staticmethod
     def of(
-        model: nn.Module,
-        inputs: Inputs,
-        loss: Callable[[Any], Tensor] | None,
-        dtype_name: str,
+        asked: _Asked,
         mode: FakeTensorMode,
         short: Short | None,
         check: Callable[[int], None] = lambda batch: None,
     ) -> _Taken:
         """Traces the model; `check` is told the batch size for the check as soon as it is known."""
-        with mode:
-            fake = fake_copy(model, DTYPES[dtype_name])
-            if short is not None:
-                short.cut(fake)
-        blocks = own_blocks(fake)
-        modules = dict(fake.named_modules())
-        operators = {name for name, module in modules.items() if owns_parameters(module)}
-        run = _Runner(fake, inputs, loss, mode, _watched(fake, blocks), DTYPES[dtype_name])
-        batches, raw = _growing(run.plain, third=short is None, check=check)
+        run = asked.runner(mode, short)
+        batches, raw = growing(run.plain, third=short is None, check=check)
+        return _Taken._read(asked, run, short, batches, raw)
+
+    @staticmethod
+    def at_one_batch(asked: _Asked, mode: FakeTensorMode, uneven: UnevenGrowth) -> _Taken:
+        """The captures at the one batch size that is asked for; see [Note: Batches] in runs.py."""
+        run = asked.runner(mode)
+        taken = _Taken._read(asked, run, None, (asked.batch,), {asked.batch: run.plain(asked.batch)})
+        taken.notes.insert(0, f"the plan holds for batch {asked.batch} only: {uneven}")
+        return taken
+
+    @staticmethod
+    def _read(
+        asked: _Asked, run: Runner, short: Short | None, batches: tuple[int, ...], raw: dict[int, RawTrace]
+    ) -> _Taken:
+        operators, blocks = run.operators, list(run.blocks)
+        if "" not in operators and _uncalled(run.model, next(iter(raw.values())).marks):
+            raise _RootNeeded
         plain = fit_growth(raw)
         cuts = cut_stages(plain, blocks, operators)
-        recomputed, recomputed_cuts = None, None
-        if cuts is not None and blocks:
-            checkpointed = [modules[block] for block in blocks]
-            recomputed = fit_growth({batch: run.recomputed(batch, checkpointed) for batch in batches[:2]})
-            recomputed_cuts = cut_stages(recomputed, blocks, operators)
-        if cuts is None or recomputed_cuts is None:
+        again = Recomputed()
+        if cuts is None:
             turn, end = plain.backward_mark, len(plain.marks)
-            blocks, recomputed = [], None
-            cuts = recomputed_cuts = [Cut(None, (0, turn), (turn, end))]
-        return _Taken(
-            inputs,
-            loss,
-            dtype_name,
-            mode,
-            short,
-            blocks,
-            operators,
-            plain,
-            recomputed,
-            cuts,
-            recomputed_cuts,
-            raw,
-            batches,
-        )
+            blocks, cuts = [], [Cut(None, (0, turn), (turn, end))]
+        elif blocks:
+            again = try_recompute(run, batches, cuts)
+        notes = [*next(iter(raw.values())).assumptions, *again.notes]
+        return _Taken(asked, short, blocks, operators, plain, again, cuts, raw, batches, notes)
 
     def agrees_with(self, whole: RawTrace) -> bool:
         """Whether the expanded short trace equals one capture at full depth, kernel by kernel."""
@@ -191,9 +229,10 @@ class _Taken:
         for name, stand_in in names.items():
             expand.setdefault(stand_in, []).append(name)
         stages: list[tuple[str | None, Trace, Trace | None]] = []
-        for cut, again in zip(self.cuts, self.recomputed_cuts, strict=True):
+        for cut, again in zip(self.cuts, self.again.cuts or self.cuts, strict=True):
             plain = build_trace(self.plain, cut)
-            recomputed = build_trace(self.recomputed, again) if self.recomputed else None
+            able = self.again.trace is not None and (cut.block is None or cut.block in self.again.blocks)
+            recomputed = build_trace(self.again.trace, again) if able and self.again.trace is not None else None
             if cut.block is None:
                 differs = recomputed is not None and _shape(recomputed, "") != _shape(plain, "")
                 stages.append((None, plain, recomputed if differs else None))
@@ -211,110 +250,47 @@ class _Taken:
         operators = {
             key: _operator(key, module, parameters, costs[short_name(key)])
             for key, module in modules.items()
-            if owns_parameters(module)
+            if owns_parameters(module) or (self.asked.root_is_operator and not key)
         }
-        args, kwargs = self.inputs(self.batches[0])
-        args2, kwargs2 = self.inputs(self.batches[1])
-        first, second = _tensor_bytes((args, kwargs)), _tensor_bytes((args2, kwargs2))
-        slope = (second - first) // (self.batches[1] - self.batches[0])
         return ModelGraph(
             name=name,
-            compute_dtype=self.dtype_name,
+            compute_dtype=self.asked.dtype,
             parameters=parameters,
             operators=operators,
             stages=_numbered(self._stages, modules, operators),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-            input_bytes=Affine(first - slope * self.batches[0], slope),
-            batches=(*self.batches[:2], self.batches[1] + 1),
+            input_bytes=self._input_bytes(),
+            batches=(*self.batches[:2], self.batches[1] + 1) if len(self.batches) > 1 else self.batches,
             seq_len=seq_len,
+            assumptions=tuple(dict.fromkeys(self.notes)),
+            unused=self._unused(parameters),
         )
 
+    def _input_bytes(self) -> Affine:
+        sizes = {batch: _tensor_bytes(self.asked.inputs(batch)) for batch in self.batches[:2]}
+        (low, first), (high, second) = min(sizes.items()), max(sizes.items())
+        slope = (second - first) // (high - low) if high > low else 0
+        return Affine(first - slope * low, slope)
 
-def _at_full_depth(
-    model: nn.Module,
-    inputs: Inputs,
-    loss: Callable[[Any], Tensor] | None,
-    dtype_name: str,
-    mode: FakeTensorMode,
-    batch: int,
-) -> RawTrace:
-    with mode:
-        fake = fake_copy(model, DTYPES[dtype_name])
-    run = _Runner(fake, inputs, loss, mode, _watched(fake, own_blocks(fake)), DTYPES[dtype_name])
-    return run.check(batch)
+    def _unused(self, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
+        """The trainable parameters that no gradient reaches: the loss does not depend on them."""
+        reached = {mark.name for mark in self.plain.marks if mark.kind == "gradient"}
+        short_name = self.short.name if self.short is not None else str
+        return tuple(name for name, p in parameters.items() if p.trainable and short_name(name) not in reached)
 
 
-@dataclass(frozen=True)
-class _Runner:
-    """Runs one traced step of a fake model at a batch size."""
+def _uncalled(model: nn.Module, marks: Sequence[Mark]) -> set[nn.Parameter]:
+    """Parameters of modules that are neither called nor below one that is."""
+    called = {mark.name for mark in marks if mark.kind == "enter"}
+    below: dict[bool, set[nn.Parameter]] = {True: set(), False: set()}
 
-    model: nn.Module
-    inputs: Inputs
-    loss: Callable[[Any], Tensor] | None
-    mode: FakeTensorMode
-    watched: Mapping[str, nn.Module]
-    dtype: torch.dtype
+    def reached(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:length]) in called for length in range(1, len(parts) + 1))
 
-    def plain(self, batch: int) -> RawTrace:
-        return self._run(batch, (), book_saved=True)
-
-    def check(self, batch: int) -> RawTrace:
-        return self._run(batch, (), book_saved=False)
-
-    def recomputed(self, batch: int, modules: Sequence[nn.Module]) -> RawTrace:
-        return self._run(batch, modules, book_saved=False)
-
-    def _run(self, batch: int, recompute: Sequence[nn.Module], book_saved: bool) -> RawTrace:
-        def fake(tensor: Tensor) -> Tensor:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-        with self.mode:
-            args, kwargs = tree_map_only(Tensor, fake, self.inputs(batch))
-            with sequences_not_packed(kwargs):
-                return run_trace(
-                    self.model,
-                    args,
-                    kwargs,
-                    loss=self.loss or _default_loss,
-                    watched=self.watched,
-                    recompute=recompute,
-                    book_saved=book_saved,
-                    input_dtype=self.dtype,
-                )
-
-
-def _default_loss(output: Any) -> Tensor:
-    scalar = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if scalar is None or scalar.numel() != 1:
-        raise CaptureError(
-            f"the model returns {type(output).__name__}, not a scalar loss; pass loss=, or give it labels"
-        )
-    return scalar
-
-
-def _growing(
-    run: Callable[[int], RawTrace], *, third: bool, check: Callable[[int], None]
-) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
-    """Captures at batches 1 and 2, or at 2 and 3 where batch 1 takes kernels of its own; `third`: and at one more.
-
-    `check` is given a size that the lines were not drawn through: it checks them too.
-    """
-    raw = {batch: run(batch) for batch in (1, 2)}
-    differs = raw[1].marks != raw[2].marks or raw[1].mark_kernel != raw[2].mark_kernel
-    check(4 if differs else 3)
-    if differs:
-        del raw[1]
-        raw[3] = run(3)
-    if third:
-        raw[max(raw) + 1] = run(max(raw) + 1)
-    return tuple(raw), raw
-
-
-def _watched(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules())
-    parts = [part for block in blocks for part in find_parts(modules[block], block)]
-    names = {*blocks, *parts}
-    return {name: module for name, module in modules.items() if name in names or owns_parameters(module)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        below[reached(name.rpartition(".")[0])].add(parameter)
+    return below[False] - below[True]
 
 
 def _levels(traces: Sequence[Trace], batch: int) -> tuple[list[int], int]:
@@ -348,7 +324,8 @@ def _parameters(model: nn.Module) -> dict[str, Parameter]:
     for key, parameter in found.items():
         first, *aliases = names[key]
         dtype = str(parameter.dtype).removeprefix("torch.")
-        parameters[first] = Parameter(first, tuple(parameter.shape), dtype, parameter.requires_grad, tuple(aliases))
+        shape = tuple(parameter.shape) or (1,)  # as osdp.runtime.scalars holds one without dimensions
+        parameters[first] = Parameter(first, shape, dtype, parameter.requires_grad, tuple(aliases))
     return parameters
 
 
@@ -402,4 +379,7 @@ def _shape(trace: Trace, block: str) -> tuple[object, ...]:
 
 
 def _tensor_bytes(tree: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors_in(tree))
+
+
+__all__ = ["CaptureError", "capture", "scaled_inputs"]

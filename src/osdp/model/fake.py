@@ -9,13 +9,19 @@ repeated for every head. Where a model numbers the positions itself, none are pa
 from __future__ import annotations
 
 import copy
+import logging
+import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from osdp._torch import FakeTensorMode, tree_leaves
+from osdp.model.values import fake_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FINDS_PACKED = "find_packed_sequence_indices"
@@ -29,8 +35,88 @@ def fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         fake = torch.empty(parameter.shape, dtype=kind, device="cpu")
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        memo[id(buffer)] = fake_of(buffer)
+    for tensor in _plain_tensors(model):
+        memo.setdefault(id(tensor), fake_of(tensor))
     return copy.deepcopy(model, memo)
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules keep beside parameters and buffers: a copy of a computed one would be refused."""
+    for module in model.modules():
+        held = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        yield from (leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
+
+
+def without_cache(model: nn.Module) -> nn.Module:
+    """Switches a Hugging Face model's cache of keys and values off, in place.
+
+    Only generation has a use for it, and a recomputed block would append to it twice; transformers does the same where
+    it checkpoints itself.
+    """
+    for config in _configs(model):
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+    return model
+
+
+def without_layerdrop(model: nn.Module) -> list[str]:
+    """Sets the rates with which whole layers are skipped to 0, in place; returns the modules that had one."""
+    dropped = []
+    for name, module in model.named_modules():
+        if isinstance(rate := getattr(module, "layerdrop", None), float) and rate > 0:
+            setattr(module, "layerdrop", 0.0)  # noqa: B010 - not one of the module's tensors
+            dropped.append(name)
+    for config in _configs(model):
+        for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+            if isinstance(getattr(config, key, None), float):
+                setattr(config, key, 0.0)
+    return dropped
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """A copy as every trace runs it: without a cache, and with every layer."""
+    without_layerdrop(model)
+    return without_cache(model)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Every configuration object in the modules of a Hugging Face model, with those inside it, once."""
+    seen: set[int] = set()
+    waiting = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in seen or not hasattr(config, "model_type"):
+            continue
+        seen.add(id(config))
+        yield config
+        waiting.extend(value for value in vars(config).values() if hasattr(value, "model_type"))
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Random numbers of Python, NumPy and torch are the same in every trace, and the user's own go on as they were."""
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)
+
+
+@contextmanager
+def torch_says_nothing() -> Iterator[None]:
+    """Torch logs what fails on fake tensors with a traceback; here it fails on trial, or is said in a sentence."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 @contextmanager

@@ -22,14 +22,17 @@ kernel, and a third one checks them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.errors import UsageError
+
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Stretch:
     """What runs between one mark and the next: `mark` opens it. See [Note: Trace].
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
-    closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel.
+    closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
+    `kinds` its `KernelKind`.
     """
 
     mark: Mark
@@ -113,6 +117,7 @@ class Stretch:
     end: Affine
     flops: IntArray
     moved: IntArray
+    kinds: IntArray
 
     def peak_at(self, batch: int) -> int:
         return max(line.at(batch) for line in self.peak)
@@ -167,7 +172,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """All that the planner knows of a model. `tied` groups operators that share parameters."""
+    """All that the planner knows of a model.
+
+    `assumptions` are the lines that a reader of a plan must know: answers that only data has, blocks that cannot be
+    recomputed. `unused` are trainable parameters on which the loss does not depend. A single entry in `batches`
+    means that the counts hold at that batch size only.
+    """
 
     name: str
     compute_dtype: str
@@ -178,10 +188,32 @@ class ModelGraph:
     input_bytes: Affine
     batches: tuple[int, ...]  # batch sizes of the captures
     seq_len: int | None = None
+    assumptions: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @property
+    def only_batch(self) -> int | None:
+        """The one batch size that the counts hold at; None where they grow in straight lines."""
+        return self.batches[0] if len(self.batches) == 1 else None
+
+    def check_batches(self, sizes: Iterable[int]) -> None:
+        """Refuses batch sizes that the counts do not hold at."""
+        only = self.only_batch
+        other = next((size for size in sizes if only is not None and size != only), None)
+        if other is not None:
+            raise UsageError(
+                f"{self.name} was measured at batch {only}, and its costs do not grow in a straight line: "
+                f"a plan for batch {other} needs a capture at batch {other}, so pass batch={other}"
+            )
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel for parameter in self.parameters.values())
+
+    def flops_at(self, batch: int) -> int:
+        """What a forward and a backward of the model take, without anything being recomputed."""
+        passes = (segments for stage in self.stages for segments in (stage.plain.forward, stage.plain.backward))
+        return sum(_flops(segments).at(batch) for segments in passes)
 
     @property
     def blocks(self) -> tuple[Stage, ...]:

@@ -82,7 +82,10 @@ def _temporary(into: _Sums, owner: str, trace: GrowingTrace, index: int, start: 
 
 
 def _booked(raw: Mapping[int, RawTrace], what: str) -> dict[str, Affine]:
-    low, high = sorted(raw)[:2]
+    low, *others = sorted(raw)
+    if not others:
+        return {name: Affine(nbytes, 0) for name, nbytes in getattr(raw[low], what).items()}
+    high = others[0]
     first, second = getattr(raw[low], what), getattr(raw[high], what)
     lines = {}
     for name in {*first, *second}:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
-import json
 import os
 import sys
 import tomllib
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.errors import UsageError
+from osdp.files import read_json
 from osdp.model.beside import no_garbage_collection
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ LONGEST_DEFAULT = 2048
 # The shape of the labels follows from the head that the architecture's name ends with.
 TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 SAMPLE_HEADS = ("ForSequenceClassification", "ForImageClassification")
+
+# Above these, building a model would not end, or its sizes would pass 64 bits. Masks are filled with floats of -1e38.
+COUNTED = ("layers", "n_layer", "experts", "blocks", "depth", "depths", "stages")
+MOST_COUNTED = 10_000
+MOST_SIZE = 10**12
+MOST_FLOAT = 1e40
 
 # Positions of these start after the padding index, so that many of their embeddings are out of reach.
 PADDED_POSITIONS = ("roberta", "xlm-roberta", "camembert")
@@ -121,16 +127,23 @@ def _load(spec: str, seq_len: int | None) -> ModelSource:
         source = _from_hf(spec, fields, seq_len or preset.seq_len, preset.description)
         return replace(source, published_parameters=preset.parameters)
     path = Path(spec)
-    if path.exists() or spec.endswith(".json") or (os.sep in spec and ":" not in spec):
+    if _exists(path) or spec.endswith(".json") or (os.sep in spec and ":" not in spec):
         return _from_hf_file(path, seq_len)
     if ":" in spec:
         return _from_function(spec, seq_len)
     close = difflib.get_close_matches(spec, presets(), n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
-        f"unknown model {spec!r}: {hint}`osdp models` lists the presets; "
+        f"unknown model {spec[:200]!r}: {hint}`osdp models` lists the presets; "
         "a path to a config.json and package.module:function are accepted too"
     )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long
+        return False
 
 
 # ---- our own GPT
@@ -165,16 +178,29 @@ def _from_gpt(preset: Preset, seq_len: int | None) -> ModelSource:
 
 def _from_hf_file(path: Path, seq_len: int | None) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{file} does not exist; give a Hugging Face config.json or its folder") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} is no JSON ({error}); give a Hugging Face config.json") from None
-    if not isinstance(fields, dict) or "model_type" not in fields:
+    fields = read_json(file, remedy="give a Hugging Face config.json or its folder")
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise UsageError(f"{file} has no model_type; give a Hugging Face config.json")
+    _check_sizes(fields, file)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     return _from_hf(name, fields, seq_len, f"{fields['model_type']} of {file}")
+
+
+def _check_sizes(value: Any, file: Path, key: str = "") -> None:
+    """Refuses numbers that no model has."""
+    if isinstance(value, dict):
+        for inner, each in value.items():
+            _check_sizes(each, file, f"{key}.{inner}" if key else inner)
+    elif isinstance(value, list):
+        for each in value:
+            _check_sizes(each, file, key)
+    elif isinstance(value, (int, float)):
+        most = MOST_FLOAT if isinstance(value, float) else MOST_COUNTED if key.endswith(COUNTED) else MOST_SIZE
+        last = key.rpartition(".")[2]
+        is_size = last.startswith(("num_", "n_")) or (last.endswith("_size") and "window" not in last)
+        least = 0 if is_size else -most
+        if not least <= value <= most:
+            raise UsageError(f"{file}: {key} is {value!r:.40} but must be from {least:,} to {most:,}; correct it")
 
 
 def _from_hf(name: str, fields: Mapping[str, Any], seq_len: int | None, description: str) -> ModelSource:
@@ -235,7 +261,10 @@ def _hf_config_and_class(name: str, fields: Mapping[str, Any]) -> tuple[Any, Any
         raise UsageError(f"{name}: transformers rejects the config: {_first_line(error)}") from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
-    named = (config.architectures or [None])[0]
+    listed = config.architectures or [None]
+    if not isinstance(listed, list) or not isinstance(listed[0], (str, type(None))):
+        raise UsageError(f"{name}: `architectures` is {listed!r:.80} but must be a list of texts; correct it")
+    named: Any = listed[0]
     if named is None:
         architecture: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         named = f"causal language model of type {config.model_type}"
@@ -364,17 +393,10 @@ def _call(spec: str, function: Callable[[], Any]) -> tuple[nn.Module, Any, Calla
 
 
 def output_loss(output: Any) -> Tensor:
-    """The scalar that a model's output is, or holds as `.loss`."""
-    import torch
+    """The scalar that a model's output is, or holds; see osdp.model.inputs."""
+    from osdp.model import inputs
 
-    loss = getattr(output, "loss", None) if not isinstance(output, torch.Tensor) else output
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else "none"
-        raise UsageError(
-            f"the model's output ({type(output).__name__}, loss of shape {shape}) is no scalar loss; "
-            "return (module, example_inputs, loss) with a function that makes one"
-        )
-    return loss.reshape(())
+    return inputs.output_loss(output)
 
 
 def _move_to_meta(module: nn.Module) -> nn.Module:

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import flop_registry
 
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
+from osdp.model.inputs import map_tensors
+from osdp.model.kernels import kernel_kind
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -28,6 +30,7 @@ class RawTrace:
 
     flops: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
@@ -36,6 +39,7 @@ class RawTrace:
     saved: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
     end_live: int = 0
+    assumptions: list[str] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -140,12 +144,14 @@ class Recorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func._overloadpacket is torch.ops.aten.embedding:
             inputs = [*inputs[1:], *outputs]  # reads the rows that it puts out, not the whole table
-        self._point(int(flops), sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)))
         return out
 
-    def _point(self, flops: int, moved: int) -> None:
+    def _point(self, flops: int, moved: int, kind: int = 0) -> None:
         self.trace.flops.append(flops)
         self.trace.moved.append(moved)
+        self.trace.kinds.append(kind)
         self.trace.live.append(self.live)
 
 
@@ -216,11 +222,13 @@ class Hooks:
     def _wrap(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.in_backward or not torch.is_grad_enabled():
             return args, kwargs
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        # A tensor that is given twice stays one: nn.MultiheadAttention computes less where query, key and value are.
+        tensors = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad}
         if not tensors:
             return args, kwargs
-        wrapped = iter(_LeaveBackward.apply(functools.partial(self.recorder.mark, "leave", name), *tensors))
-        return tree_map_only(Tensor, lambda t: next(wrapped) if t.requires_grad else t, (args, kwargs))
+        leave = functools.partial(self.recorder.mark, "leave", name)
+        wrapped = dict(zip(tensors, _LeaveBackward.apply(leave, *tensors.values()), strict=True))
+        return tree_map_only(Tensor, lambda t: wrapped.get(id(t), t), (args, kwargs))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self.recorder.mark("leave", name, again=self.in_backward)
@@ -263,13 +271,20 @@ class Hooks:
             yield
 
     def flush(self, model: nn.Module) -> None:
-        """Leaves what no input gradient has left, the root first: FSDP2 reduces those units when backward ends."""
+        """Leaves what no input gradient has left, the root first: FSDP2 reduces those units when backward ends.
+
+        Modules that share a parameter are one unit, and are left together.
+        """
         backward = self.recorder.trace.marks[self.recorder.trace.backward_mark :]
         entered = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
         left = Counter(mark.name for mark in backward if mark.kind == "leave" and not mark.again)
-        for name, _ in model.named_modules():
-            if entered[name] > left[name]:
+        waiting = {name: set(module._parameters.values()) for name, module in model.named_modules()}
+        waiting = {name: own for name, own in waiting.items() if entered[name] > left[name]}
+        while waiting:
+            first, own = next(iter(waiting.items()))
+            for name in [name for name, others in waiting.items() if name == first or (own & others) - {None}]:
                 self.recorder.mark("leave", name)
+                del waiting[name]
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -285,11 +300,12 @@ def run_trace(
     watched: Mapping[str, nn.Module],
     recompute: Sequence[nn.Module] = (),
     book_saved: bool = False,
+    cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
 ) -> RawTrace:
     """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed.
 
-    The root casts floating inputs to `input_dtype`, as FSDP2 does; the casts count as activations.
+    The modules in `cast` cast floating inputs to `input_dtype`, as FSDP2 does; the casts count as activations.
     """
     constants = [
         *model.parameters(),
@@ -299,9 +315,9 @@ def run_trace(
     recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants})
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
-    if input_dtype is not None:
-        cast = functools.partial(_cast_inputs, input_dtype)
-        hooks.handles.append(model.register_forward_pre_hook(cast, with_kwargs=True))
+    for module in cast:
+        casting = functools.partial(_cast_inputs, input_dtype)
+        hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
     originals = [(module, module.forward) for module in recompute]
     for module, forward in originals:
         module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
@@ -326,8 +342,8 @@ def run_trace(
     return recorder.trace
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from osdp.cluster import Cluster, Device
+from osdp.cluster.device import MEASURED
 from osdp.cost.training import PRECISIONS
+from osdp.files import plain
 from osdp.profiling.bench import SPREAD, Bench
 from osdp.profiling.collectives import Carrier, CollectiveRounds, TimedCollective
 from osdp.profiling.compute import Rate, kernel_seconds, memory_rate, product_rates
@@ -73,9 +75,9 @@ class Profile:
             "rates": [
                 {"what": r.what, "dtype": r.dtype, "per_second": r.per_second, **r.fit.to_dict()} for r in self.rates
             ],
-            "collectives": [{**c.measured.to_dict(), **c.fit.to_dict()} for c in self.collectives],
+            "collectives": [{**plain(c.measured), **c.fit.to_dict()} for c in self.collectives],
             "engine": None if self.engine is None else [each._asdict() for each in self.engine.passes],
-            "optimizers": [{**o.timed.to_dict(), **o.fit.to_dict()} for o in self.optimizers],
+            "optimizers": [{**plain(o.timed), **o.fit.to_dict()} for o in self.optimizers],
             "stages": None
             if self.stages is None
             else {"batches": list(self.stages.batches), "stopped": self.stages.stopped},
@@ -215,7 +217,12 @@ def measured_device(form: Device, rates: Sequence[Rate], kernel: float, *, ranks
         memory_bytes_per_second=memory,
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
+        attention_efficiency=0.0,  # stages are timed; what was not is priced by the rule that the rates were taken for
+        matmul_traffic=0.0,
+        speed_spread=0.0,
+        busy_fraction=0.0,
         kernel_seconds=kernel,
+        basis=MEASURED,
         note="measured where the profile was taken",
         source={"flops": how, "bandwidth": how, "kernel": how},
     )

@@ -112,7 +112,7 @@ class Stack:
 
     def predicted(self, option: Option, cluster: Cluster) -> Passes:
         graph = step_graph(self._layout, [option] * len(self._layout.units), self.batch, _TRAINING, cluster)
-        forward, both = graph.simulated_passes()
+        forward, both = graph.pass_seconds()
         return Passes(forward, both - forward)
 
 

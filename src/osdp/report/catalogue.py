@@ -26,6 +26,7 @@ class DeviceRow(NamedTuple):
     node_link: str
     node_bytes_per_second: float
     network_bytes_per_second: float
+    basis: str
 
 
 def model_rows() -> list[ModelRow]:
@@ -46,6 +47,7 @@ def device_rows() -> list[DeviceRow]:
             node_link=each.node_link.name,
             node_bytes_per_second=each.node_link.bytes_per_second,
             network_bytes_per_second=each.network.bytes_per_second,
+            basis=each.basis,
         )
         for each in devices()
     ]

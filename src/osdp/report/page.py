@@ -66,12 +66,13 @@ class BaselineRow:
 
 @dataclass(frozen=True)
 class Memory:
-    """The peak of one device against its limit."""
+    """The peak of one device against its limit; `reserve` is what the limit leaves out, by what takes it."""
 
     peak_bytes: int
     limit_bytes: int
     at: str
     parts: tuple[Part, ...]
+    reserve: tuple[Part, ...] = ()
 
     @property
     def share(self) -> float:
@@ -96,7 +97,8 @@ class PlanPage:
     accumulation: int
     global_batch: int
     step_seconds: float
-    expected_seconds: float
+    mfu: float
+    basis: str  # of the device's speeds: measured, calibrated or data sheet
     time_parts: tuple[Part, ...]
     memory: Memory
     held: tuple[Part, ...]
@@ -147,19 +149,37 @@ def plan_page(plan: Plan) -> PlanPage:
         accumulation=plan.accumulation,
         global_batch=plan.global_batch,
         step_seconds=predicted.step_seconds,
-        expected_seconds=predicted.expected_seconds,
+        mfu=predicted.mfu,
+        basis=plan.cluster.device.basis,
         time_parts=parts_of(predicted.time_parts, predicted.step_seconds),
         memory=Memory(
             predicted.peak_bytes,
             predicted.limit_bytes,
             predicted.peak_at,
             parts_of(predicted.memory_parts, predicted.peak_bytes),
+            parts_of(plan.cluster.reserve, plan.cluster.total_bytes),
         ),
         held=held_shares(plan.units),
         groups=grouped(plan.units),
         baselines=tuple(_baseline_row(each, predicted.samples_per_second) for each in plan.baselines),
         certificate=plan.certificate,
     )
+
+
+WORTH_IT = 1.02  # times the best usual way: below that a plan gains little
+
+
+def gain_sentence(page: PlanPage) -> str:
+    """What the plan gains over the best of the usual ways."""
+    fitting = [row for row in page.baselines if row.ratio is not None]
+    if not fitting:
+        return "no usual way to train fits" if page.baselines else ""
+    best = min(fitting, key=lambda row: row.ratio or 0.0)
+    name = f"{best.name} with recompute" if best.recompute else best.name
+    ratio = best.ratio or 0.0
+    if ratio >= WORTH_IT:
+        return f"{ratio:.2f} times the best usual way, {name}"
+    return f"{name} is as fast within {100 * max(ratio - 1, 0.0):.1f} %: a plan is hardly worth it here"
 
 
 def misfit_page(error: DoesNotFit) -> MisfitPage:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 
 from osdp.cluster import Cluster
-from osdp.cluster.timed import TimedStage
+from osdp.cluster.measured import TimedStage
 from osdp.report.numbers import format_rate, format_seconds
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 

@@ -9,13 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from osdp.cluster import format_bytes
+from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
-from osdp.report.page import Group, Memory, MisfitPage, Part, PlanPage, RemedyRow, UnitRow
+from osdp.report.page import Group, Memory, MisfitPage, Part, PlanPage, RemedyRow, UnitRow, gain_sentence
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 BAR_WIDTH = 30
+_BASES = {
+    MEASURED: "speeds: measured on these devices",
+    CALIBRATED: "speeds: calibrated on published runs on such devices",
+    DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
+}
 
 
 # ---- the plan
@@ -46,7 +52,11 @@ def _print_headline(page: PlanPage, out: Console) -> None:
         f" = global batch {page.global_batch}",
     )
     print_line(out, f"step {format_seconds(page.step_seconds)}{_listed(page.time_parts, format_seconds)}")
-    print_line(out, f"node by node, with who waits for whom: {format_seconds(page.expected_seconds)}")
+    print_line(out, f"model FLOPs utilization (MFU) {100 * page.mfu:.1f} %")
+    gain = gain_sentence(page)
+    if gain:
+        print_line(out, gain)
+    print_line(out, _BASES[page.basis])
 
 
 def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:
@@ -64,6 +74,8 @@ def _print_memory(memory: Memory, out: Console) -> None:
         )
     )
     print_line(out, f"peak at {memory.at}")
+    if memory.reserve:
+        print_line(out, f"not planned with{_listed(memory.reserve, format_bytes)}")
     table = make_table(("part", "left"), ("bytes", "right"), ("of the peak", "right"), header=False)
     for part in memory.parts:
         table.add_row(part.name, format_bytes(part.amount), format_share(part.share))
@@ -116,7 +128,7 @@ def _slices(unit: UnitRow) -> str:
 def _print_baselines(page: PlanPage, out: Console) -> None:
     if not page.baselines:
         return
-    print_heading(out, "Beside the usual ways to train")
+    print_heading(out, f"Compared with {', '.join(dict.fromkeys(row.name for row in page.baselines))}")
     table = make_table(
         *(("way", "left"), ("recompute", "left"), ("batch", "right")),
         *(("samples/s", "right"), ("peak", "right"), ("gain", "right")),
@@ -139,6 +151,12 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
         f"{proof.status}: no plan of the searched space exceeds {format_rate(proof.bound)} samples/s "
         f"(gap {100 * proof.gap:.2f} %)",
     )
+    if proof.fastest_batch_size > page.batch_size:
+        print_line(
+            out,
+            f"the fastest plan found, {format_rate(proof.fastest_samples_per_second)} samples/s, has micro-batches of "
+            f"{proof.fastest_batch_size}; this one has the smallest that come within 1 % of it",
+        )
     print_line(
         out,
         f"{proof.batches_searched} batch sizes, {proof.options} options, {proof.nodes} nodes, "
@@ -230,7 +248,12 @@ def print_models(rows: Sequence[ModelRow], out: Console) -> None:
 def print_devices(rows: Sequence[DeviceRow], out: Console) -> None:
     table = make_table(
         *(("\ndevice", "left"), ("\nmemory", "right"), ("bf16\nTFLOP/s", "right"), ("fp32\nTFLOP/s", "right")),
-        *(("memory\nGB/s", "right"), ("in a node\nGB/s", "right"), ("network\nGB/s", "right")),
+        *(
+            ("memory\nGB/s", "right"),
+            ("in a node\nGB/s", "right"),
+            ("network\nGB/s", "right"),
+            ("speeds\nfrom", "left"),
+        ),
     )
     for row in rows:
         rates = (row.memory_bytes_per_second, row.node_bytes_per_second, row.network_bytes_per_second)
@@ -240,5 +263,6 @@ def print_devices(rows: Sequence[DeviceRow], out: Console) -> None:
             format_bytes(row.memory_bytes),
             *(format_rate(value / 1e12) for value in flops),
             *(format_rate(value / 1e9) for value in rates),
+            "runs" if row.basis == CALIBRATED else "sheet",
         )
     out.print(table)

@@ -41,7 +41,7 @@ def print_tuned(tuned: Tuned, out: Console) -> None:
             f"{each.origin}{' *' if each is tuned.best else ''}",
             micro,
             format_seconds(each.trial.step_seconds),
-            f"{format_seconds(each.plan.predicted.expected_seconds)} ({each.error:+.0%})",
+            f"{format_seconds(each.plan.predicted.step_seconds)} ({each.error:+.0%})",
             format_rate(each.samples_per_second),
             format_bytes(each.trial.peak_bytes) + ("" if each.fits else " !"),
             format_bytes(each.plan.predicted.peak_bytes),

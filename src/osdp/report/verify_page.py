@@ -43,7 +43,7 @@ def print_verification(plan: Plan, found: Verification, out: Console) -> None:
     _print_table(out, ("part", "predicted", "measured", "difference"), rows, left=1)
 
     print_heading(out, "Collectives of the step")
-    planned = {(t.kind, t.group): t for t in tallied([each.issued for each in found.planned])}
+    planned = {(t.kind, t.group): t for t in tallied([each.record for each in found.planned])}
     issued = {(t.kind, t.group): t for t in tallied(found.issued)}
     cells = [(*key, *_tally(planned.get(key)), *_tally(issued.get(key))) for key in {**planned, **issued}]
     _print_table(out, ("kind", "group", "planned", "bytes", "issued", "bytes"), cells, left=2)

@@ -20,14 +20,17 @@ def accumulate(model: nn.Module, micro_batches: Sequence[T]) -> Iterator[T]:
             (loss(model(inputs), targets) / len(micro_batches)).backward()
 
     Units that the plan reduces once keep their gradients until the last micro-batch; the others are reduced each time.
+    Where the loop is left early, they are reduced then; see [Note: Steps that end early]. All ranks leave it alike.
     """
-    late = [piece.modules[0] for piece in applied_to(model).pieces if piece.unit.reduce_once]
+    applied = applied_to(model)
+    late = [piece.modules[0] for piece in applied.pieces if piece.unit.reduce_once]
     try:
         for index, batch in enumerate(micro_batches):
             _reduce(late, index == len(micro_batches) - 1)
             yield batch
     finally:
         _reduce(late, True)
+        applied.recovery.leave()
 
 
 def _reduce(modules: Sequence[nn.Module], now: bool) -> None:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp.errors import OsdpError, UsageError
+from osdp.model.structure import split_dim
+from osdp.plan_check import Held, misfit
 from osdp.planfile import Plan
 
 T = TypeVar("T")
@@ -105,18 +107,8 @@ def _misfit(model: nn.Module, plan: Plan) -> str | None:
                 f"{name} is {parameter.dtype} but {plan.precision} was planned with {master}; call model.to({master})"
                 " before osdp.parallelize, or plan another precision"
             )
-    modules = dict(model.named_modules())
-    taken: set[nn.Parameter] = set()
-    for unit in sorted(plan.units, key=lambda unit: -unit.depth):
-        missing = next((name for name in unit.modules if name not in modules), None)
-        if missing is not None:
-            return f"the plan has a unit for {missing!r}, which the model lacks; plan this model again"
-        own = {p for name in unit.modules for p in modules[name].parameters()} - taken
-        taken |= own
-        parameters = sum(parameter.numel() for parameter in own)
-        if parameters != unit.parameters:
-            return (
-                f"{unit.name or 'the model itself'} has {parameters:,} parameters but was planned with"
-                f" {unit.parameters:,}; plan this model again"
-            )
-    return None
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    held = [Held(tuple(found), tuple(parameter.shape)) for parameter, found in names.items()]
+    return misfit(plan, held, lambda name: split_dim(model.get_submodule(name)) >= 0)

@@ -15,23 +15,27 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp._torch.fsdp import (
-    backward_broke,
+    FSDPParamGroup,
     compute_in_place,
-    drop_gradients,
     param_groups,
     prefetch,
     prefetch_early,
     reduce_after_last_call,
     shared_post_forward_meshes,
 )
+from osdp._torch.scaler import agree_on_overflow
 from osdp.cost.sharding import shard_dim
 from osdp.errors import UsageError
-from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order
+from osdp.model.fake import without_cache
+from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order, unit_depths
 from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
 from osdp.runtime.courier import Reductions
 from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.recompute import recompute
+from osdp.runtime.recovery import Recovery
+from osdp.runtime.same_inputs import one_tensor_stays_one
+from osdp.runtime.scalars import give_scalars_a_dimension
 from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Unused, largest_of_all
 
@@ -55,6 +59,7 @@ class Applied:
     plan: Plan
     pieces: tuple[Piece, ...]
     template: nn.Module | None  # the model as it was, where it was on the meta device
+    recovery: Recovery
 
 
 _APPLIED = "_osdp_applied"  # on the model itself: pieces lead back to it, so a table of models would keep them all
@@ -85,6 +90,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     if carried is None:
         carried = dist.get_backend() == dist.Backend.GLOO
     check_ranks(plan)
+    give_scalars_a_dimension(model)
     check_model(model, plan)
     check_weights(model)
     meshes = meshes_of(device_type, plan.cluster.nodes, plan.cluster.devices_per_node, carried=carried)
@@ -92,9 +98,15 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
     blocks = sorted({unit.block for unit in plan.units if unit.recompute and unit.block})
+    if blocks:
+        without_cache(model)
     share_draws = device_type == "cpu" and dist.get_backend() != "fake"
     recompute([modules[block] for block in blocks], share_draws=share_draws)
     _shard(model, plan, pieces, meshes)
+    for piece in pieces:
+        for module in piece.modules:
+            if isinstance(module, nn.MultiheadAttention):
+                one_tensor_stays_one(module)
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
@@ -105,9 +117,11 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     reductions = _carry(pieces, meshes) if carried else None
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=carried)
-    model.register_forward_pre_hook(functools.partial(_recover, pieces, reductions, unused), prepend=True)
+    agree_on_overflow(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused)
+    model.register_forward_pre_hook(recovery.before_forward, prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
-    setattr(model, _APPLIED, Applied(plan, tuple(pieces), template))
+    setattr(model, _APPLIED, Applied(plan, tuple(pieces), template, recovery))
     return model
 
 
@@ -115,24 +129,6 @@ def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
     if plan.precision == "bf16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[plan.reduce_dtype])
     return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
-
-
-def _recover(
-    pieces: Sequence[Piece], reductions: Reductions | None, unused: Unused | None, model: nn.Module, inputs: object
-) -> None:
-    """Clears away what a backward that failed, and was caught, has left behind."""
-    root = _sharded(model)
-    if torch.is_grad_enabled() and backward_broke(root):
-        if reductions is not None:
-            reductions.finish()
-        if unused is not None:
-            unused.forget()
-        root.reset_iter_state()
-        for piece in pieces:
-            for group in param_groups(piece.modules[0]):
-                drop_gradients(group)
-                if isinstance(group._reduce_scatter_comm, CarriedReduceScatter):
-                    group._reduce_scatter_comm.input = None
 
 
 def _free_unless_trained(pieces: Sequence[Piece], model: nn.Module, inputs: object, outputs: object) -> None:
@@ -146,12 +142,13 @@ def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> l
     """Units in the plan's order, and split ones slice by slice: those in the unit's mode first."""
     slices = split_operators(model, {unit.name: unit.splits for unit in plan.units if unit.splits > 1})
     pieces = []
+    depth = unit_depths(plan.units)
     for unit in plan.units:
         if unit.splits == 1:
-            pieces.append(Piece(unit, unit.mode, tuple(modules[name] for name in unit.modules), unit.depth))
+            pieces.append(Piece(unit, unit.mode, tuple(modules[name] for name in unit.modules), depth[unit.name]))
         for index, part in enumerate(slices.get(unit.name, ())):
             mode = unit.mode if index < unit.sharded_splits else REPLICATE
-            pieces.append(Piece(unit, mode, (part,), unit.depth + 1))
+            pieces.append(Piece(unit, mode, (part,), depth[unit.name] + 1))
     alone = plan.cluster.devices_per_node == 1  # what is sharded over one device is replicated
     return [replace(piece, mode=REPLICATE) if alone and piece.mode in IN_NODE else piece for piece in pieces]
 
@@ -219,7 +216,7 @@ def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | Non
     """See [Note: Unused]; in a world that is not real there is nobody to ask."""
     if dist.get_backend() == "fake":
         return None
-    units = [group for piece in pieces for group in param_groups(piece.modules[0])]
+    units = _groups(pieces)
     if reductions is None:
         return Unused(units, lambda: None, functools.partial(largest_of_all, group=meshes.processors))
     return Unused(
@@ -248,6 +245,10 @@ def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
             prefetch_early(now)
     for now, following in itertools.pairwise(backward):
         prefetch(now, following, backward=True)
+
+
+def _groups(pieces: Sequence[Piece]) -> list[FSDPParamGroup]:
+    return [group for piece in pieces for group in param_groups(piece.modules[0])]
 
 
 def _sharded(module: nn.Module) -> FSDPModule:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +28,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 
 from osdp.errors import OsdpError, UsageError
-from osdp.runtime.checkpoint_files import Writer, check_file, find
+from osdp.runtime.checkpoint_files import Writer, check_file, find, remedy
+from osdp.runtime.checkpoint_metadata import read_metadata
 from osdp.runtime.checkpoint_states import States, document_of
 
 T = TypeVar("T")
@@ -107,7 +110,7 @@ def save_checkpoint(
     def plan_own() -> tuple[int, SavePlan]:
         states = States(model, optimizer)
         writer.document = document_of(states, step, ranks.size, extra)
-        writer.planner.set_up_planner(states.tensors(), is_coordinator=ranks.rank == 0)
+        writer.planner.set_up_planner(states.tensors(ranks.rank), is_coordinator=ranks.rank == 0)
         return step, writer.planner.create_local_plan()
 
     writer.partial, plan = ranks.agree(plan_own, writer.begin)
@@ -149,17 +152,25 @@ def load_checkpoint(
         return None
     path, document = found
 
-    def check() -> States:
+    def check() -> tuple[States, Metadata]:
         states = States(model, optimizer)
         states.check(path, document)
         for index, name in enumerate(sorted(document["files"])):
             if index % ranks.size == ranks.rank:
                 check_file(path / name, **document["files"][name])
-        return states
+        return states, read_metadata(path, document["files"], remedy(path))
 
-    states: list[States] = []
-    ranks.agree(lambda: states.append(check()), lambda _: [None] * ranks.size)
-    ranks.agree(lambda: states[0].read(path, document), lambda _: [None] * ranks.size)
+    checked: list[tuple[States, Metadata]] = []
+    ranks.agree(lambda: checked.append(check()), lambda _: [None] * ranks.size)
+    ((states, metadata),) = checked
+
+    def read() -> None:
+        try:
+            states.read(path, document, metadata)
+        except pickle.UnpicklingError:
+            raise OsdpError(f"{path} holds more than tensors, which could run code: {remedy(path)}") from None
+
+    ranks.agree(read, lambda _: [None] * ranks.size)
     return Checkpoint(document["step"], document["extra"], path)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from osdp.errors import OsdpError, UsageError
+from osdp.runtime.checkpoint_metadata import METADATA
 from osdp.runtime.checkpoint_states import CHECKPOINT_VERSION, difference
 
 DOCUMENT = "checkpoint.json"
@@ -60,16 +61,16 @@ def read_document(path: Path) -> dict[str, Any]:
         document = json.loads(file.read_text())
         version, checksum = document["version"], document.pop("checksum")
     except OSError as error:
-        raise OsdpError(f"cannot read {file}: {error.strerror}; {_remedy(path)}") from None
+        raise OsdpError(f"cannot read {file}: {error.strerror}; {remedy(path)}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise OsdpError(f"{file} is damaged: it is no JSON of a checkpoint; {_remedy(path)}") from None
+        raise OsdpError(f"{file} is damaged: it is no JSON of a checkpoint; {remedy(path)}") from None
     if version != CHECKPOINT_VERSION:
         raise UsageError(
             f"{file} has version {version!r}, this osdp reads version {CHECKPOINT_VERSION}; load it with the osdp that"
             " saved it"
         )
     if checksum != _sum_of(document):
-        raise OsdpError(f"{file} is damaged: its checksum is another; {_remedy(path)}")
+        raise OsdpError(f"{file} is damaged: its checksum is another; {remedy(path)}")
     return document
 
 
@@ -79,16 +80,14 @@ def check_file(file: Path, *, bytes: int, crc32: int) -> None:
     try:
         size = file.stat().st_size
         if size != bytes:
-            raise OsdpError(f"{file} is damaged: {size:,} bytes instead of {bytes:,}; {_remedy(file.parent)}")
+            raise OsdpError(f"{file} is damaged: {size:,} bytes instead of {bytes:,}; {remedy(file.parent)}")
         with file.open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError as error:
-        raise OsdpError(f"cannot read {file}: {error.strerror}; {_remedy(file.parent)}") from None
+        raise OsdpError(f"cannot read {file}: {error.strerror}; {remedy(file.parent)}") from None
     if found != crc32:
-        raise OsdpError(
-            f"{file} is damaged: its checksum is {found:08x} instead of {crc32:08x}; {_remedy(file.parent)}"
-        )
+        raise OsdpError(f"{file} is damaged: its checksum is {found:08x} instead of {crc32:08x}; {remedy(file.parent)}")
 
 
 class Writer:
@@ -124,7 +123,7 @@ class Writer:
         """On rank 0, when all ranks have written: makes the checkpoint whole, then removes old ones."""
         with self._explained():
             self._storage().finish(self._metadata, [results for results, _ in written])
-            self._files.sums[".metadata"] = self._files.sums.pop(".metadata.tmp")
+            self._files.sums[METADATA] = self._files.sums.pop(f"{METADATA}.tmp")
             files = {name: sums for _, own in written for name, sums in own.items()} | self._files.sums
             for name, sums in files.items():
                 if not (self.partial / name).is_file() or (self.partial / name).stat().st_size != sums["bytes"]:
@@ -243,7 +242,7 @@ class _Summed:
         return getattr(self._file, name)
 
 
-def _remedy(path: Path) -> str:
+def remedy(path: Path) -> str:
     """What to do about a damaged checkpoint."""
     before = [step for step, other in steps_in(path.parent).items() if other.name < path.name]
     return f"remove {path}" + (f", the one before is step {max(before)}" if before else ", there is none before it")

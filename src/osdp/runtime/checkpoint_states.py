@@ -51,9 +51,14 @@ class States:
         found = {name: _join(*held) for name, held in self.held.items()} | self.buffers
         return {f"model.{name}": tensor for name, tensor in found.items()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is saved as tensors, under the names it has in the checkpoint."""
+    def tensors(self, rank: int) -> dict[str, Tensor]:
+        """Everything that a rank saves as tensors, under the names it has in the checkpoint.
+
+        Buffers may differ by rank, as a batch norm's running statistics do: those of rank 0 are saved, all of them.
+        """
         found = self.model_tensors()
+        for name in self.buffers if rank else ():
+            del found[f"model.{name}"]
         for name, state in self.optimizer_states():
             found |= {f"optimizer.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
         return found
@@ -120,10 +125,9 @@ class States:
         return found
 
     @torch.no_grad()
-    def read(self, path: Path, document: Mapping[str, Any]) -> None:
+    def read(self, path: Path, document: Mapping[str, Any], metadata: Metadata) -> None:
         """Reads what this rank holds, in place; states that the optimizer lacks yet are made."""
         reader, planner = FileSystemReader(path), DefaultLoadPlanner(False, False)
-        metadata = reader.read_metadata()
         states = self._states_like(metadata, document) if self.optimizer else {}
         targets = self.model_tensors()
         for name, values in states.items():

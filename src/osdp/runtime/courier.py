@@ -6,12 +6,20 @@ the same order, so they meet. While one collective waits for a neighbour that is
 thread has process groups of its own: what the other, or the user, sends meanwhile cannot mix with it. Buffers are made
 when a collective is given and freed when it is finished, both by the thread that trains, so what is held when does not
 depend on how fast the network is.
+
+[Note: Ends]
+Freeing a collective's work object gives up the interpreter's lock for a moment. A thread that asks for it back when the
+interpreter is already being finalized is ended by Python in the middle of a C++ destructor, and the process aborts with
+"terminate called without an active exception". So no thread may be there then: a process waits for them before.
 """
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from osdp.errors import OsdpError
 from osdp.runtime.local import local_tensor
 from osdp.runtime.record import take_turn
+
+CLOSING_SECONDS = 5.0  # for collectives under way; a peer that is gone ends them sooner
 
 
 @dataclass(frozen=True)
@@ -75,37 +86,87 @@ class Delivery(dist.Work):
 
 
 class Courier:
-    """The threads of [Note: Courier], one for each of `lanes`; `inline` runs every job where it is given instead."""
+    """The threads of [Note: Courier], one for each of `lanes`; `inline` runs every job where it is given instead.
+
+    Threads start with the first job and end when no model uses them any more, or with the process group or the process:
+    see [Note: Ends].
+    """
 
     def __init__(self, lanes: Sequence[Groups], *, inline: bool = False) -> None:
         self.groups = lanes[0]  # what they all look like
-        self._given = 0
-        self._queues: list[queue.SimpleQueue[Delivery]] = []
-        for groups in () if inline else lanes:
-            jobs: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(jobs, groups), name="osdp-courier", daemon=True).start()
-            self._queues.append(jobs)
+        self._lanes = () if inline else tuple(lanes)
+        self._queues: list[queue.SimpleQueue[Delivery | None]] = [queue.SimpleQueue() for _ in self._lanes]
+        self._is_running = False
+        self._given = self._users = 0
+        self._is_closed = False
+
+    def used_by(self, user: object) -> None:
+        """Lets the threads end when the last of its users is freed."""
+        self._users += 1
+        weakref.finalize(user, self._left)
 
     def send(self, job: Job, *held: Tensor) -> Delivery:
         """Gives a job; the tensors of `held` live until it was waited for."""
+        if self._is_closed:
+            raise OsdpError("the process group was destroyed, and the model cannot run without it; destroy it last")
         delivery = Delivery(self._given, job, held)
         if self._queues:
             self._queues[self._given % len(self._queues)].put(delivery)
+            if not self._is_running:  # asked after the job is given: what ends them meanwhile is behind it
+                self._start()
         else:
             delivery.run(self.groups)
         self._given += 1
         return delivery
 
+    def close(self) -> None:
+        """Ends the threads, after what they were given, and takes nothing more."""
+        self._is_closed = True
+        self._end()
+
+    def _left(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._end()
+
+    def _start(self) -> None:
+        self._is_running = True
+        _started[:] = [(jobs, thread) for jobs, thread in _started if thread.is_alive()]
+        for jobs, groups in zip(self._queues, self._lanes, strict=True):
+            thread = threading.Thread(target=self._run, args=(jobs, groups), name="osdp-courier", daemon=True)
+            thread.start()
+            _started.append((jobs, thread))
+
+    def _end(self) -> None:
+        is_running, self._is_running = self._is_running, False
+        for jobs in self._queues if is_running else ():
+            jobs.put(None)
+
     @staticmethod
     @torch.no_grad()
-    def _run(jobs: queue.SimpleQueue[Delivery], groups: Groups) -> None:
-        while True:
-            jobs.get().run(groups)
+    def _run(jobs: queue.SimpleQueue[Delivery | None], groups: Groups) -> None:
+        while (delivery := jobs.get()) is not None:
+            delivery.run(groups)
+            del delivery  # else it lives until the next one comes
+
+
+_started: list[tuple[queue.SimpleQueue[Delivery | None], threading.Thread]] = []  # threads that may still be there
+
+
+@atexit.register
+def _end_all() -> None:
+    """Waits until every thread has done what it was given, as long as a process may at its end."""
+    until = time.monotonic() + CLOSING_SECONDS
+    for jobs, _ in _started:
+        jobs.put(None)
+    for _, thread in _started:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 @dataclass
 class _Reduction:
     delivery: Delivery
+    parameters: set[nn.Parameter]
     earlier: list[tuple[nn.Parameter, Tensor]]  # gradients of micro-batches before, to which this one is added
 
 
@@ -115,9 +176,12 @@ class Reductions:
     def __init__(self, courier: Courier) -> None:
         self._courier = courier
         self._under_way: _Reduction | None = None
+        courier.used_by(self)
 
     def start(self, job: Job, parameters: Sequence[nn.Parameter], *held: Tensor, wait: bool) -> None:
         """Begins a reduction of the parameters' gradients; with `wait`, ends it too."""
+        if self._under_way is not None and not self._under_way.parameters.isdisjoint(parameters):
+            self.finish()  # a unit that backward leaves again: to what it gave before, this is added
         delivery = self._courier.send(job, *held)
         if wait:
             delivery.wait()
@@ -126,9 +190,15 @@ class Reductions:
         for parameter, _ in earlier:
             parameter.grad = None  # else FSDP2 would add the result now, before it is there
         self.finish()
-        self._under_way = _Reduction(delivery, earlier)
+        self._under_way = _Reduction(delivery, set(parameters), earlier)
         # Each asks for the end: a flag would stay behind where backward fails.
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+
+    def abandon(self) -> None:
+        """Waits for the reduction that is under way, if any, and leaves gradients as they are: its backward failed."""
+        reduction, self._under_way = self._under_way, None
+        if reduction is not None:
+            reduction.delivery.wait()
 
     def run(self, job: Job) -> None:
         """A collective that is no reduction, in its turn, to its end."""

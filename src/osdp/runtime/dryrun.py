@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from osdp._torch import FakeTensorMode, fake_store, tree_leaves, tree_map_only
+from osdp._torch import FakeTensorMode, fake_store
 from osdp.cost.holds import CONSTANTS, GRADIENTS, PARAMETERS, STATES
-from osdp.cost.issue import Issued
-from osdp.model.fake import fake_copy, sequences_not_packed
+from osdp.cost.schedule import CollectiveRecord
+from osdp.model.fake import fake_copy, same_draws, sequences_not_packed, settled
+from osdp.model.inputs import map_tensors, tensors_in
 from osdp.model.trace import Hooks, RawTrace
+from osdp.model.values import Values, fake_of
 from osdp.planfile import Plan
 from osdp.runtime.accumulate import accumulate
 from osdp.runtime.apply import parallelize
@@ -40,7 +42,7 @@ class DryRun:
     """One training step: its trace, the collectives issued, and the bytes of every part where most are alive."""
 
     trace: RawTrace
-    issued: tuple[Issued, ...]
+    issued: tuple[CollectiveRecord, ...]
     peak_parts: dict[str, int]
     micro_batches: int
 
@@ -74,11 +76,12 @@ def dry_run(
         with torch.device("meta"):
             model = build()
         with mode:
-            model = fake_copy(model, torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32)
+            model = settled(fake_copy(model, torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32))
         # outside the mode: device meshes hold real tensors
         parallelize(model, plan, carried=plan.cluster.device.is_cpu)
-        with mode:
-            step = _Step(model, inputs, plan, loss, watched, optimizer)
+        given = inputs(plan.batch_size)
+        with same_draws(), mode, Values(plan.batch_size):
+            step = _Step(model, given, plan, loss, watched, optimizer)
             with sequences_not_packed(step.kwargs):
                 return step.second()
 
@@ -99,7 +102,7 @@ class _Step:
     def __init__(
         self,
         model: nn.Module,
-        inputs: InputsOf,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         plan: Plan,
         loss: Callable[[Any], Tensor],
         watched: Watched,
@@ -107,7 +110,7 @@ class _Step:
     ) -> None:
         self.model, self.plan, self.loss = model, plan, loss
         self.watched = watched(model)
-        self.args, self.kwargs = tree_map_only(Tensor, _fake, inputs(plan.batch_size))
+        self.args, self.kwargs = map_tensors(fake_of, inputs)
         self.optimizer = optimizer(list(model.parameters()))
 
     def second(self) -> DryRun:
@@ -131,7 +134,7 @@ class _Step:
     def _hold(self, recorder: PartRecorder) -> None:
         """What is there before the step."""
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        inputs = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        inputs = list(tensors_in((self.args, self.kwargs)))
         recorder.hold_as(PARAMETERS, [local_tensor(parameter) for parameter in self.model.parameters()])
         recorder.hold_as(STATES, [local_tensor(state) for state in states])
         recorder.hold_as(CONSTANTS, [*(local_tensor(buffer) for buffer in self.model.buffers()), *inputs])
@@ -147,7 +150,3 @@ class _Step:
         del scalar
         recorder.mark("end", "")
         hooks.remove()
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -13,6 +13,7 @@ run the all-reduce of a two-dimensional mesh itself, and wait for it.
 from __future__ import annotations
 
 import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -23,20 +24,32 @@ from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
 from osdp.runtime.courier import Courier, Groups
 
 LANES = 2  # see [Note: Courier]
-_made: dict[tuple[str, int, int, bool], Meshes] = {}  # in the world of `_world`
-_world: dist.ProcessGroup | None = None
+_Key = tuple[str, int, int, bool]
+_made: dict[_Key, Meshes] = {}  # in the world of `_world`
+_world: weakref.ref[dist.ProcessGroup] | None = None  # weak: when it is destroyed, what was made in it ends too
 
 
 def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, carried: bool) -> Meshes:
     """The meshes of this world, the same at every call. Call it on every rank."""
-    global _world
-    if _world is not dist.group.WORLD:
-        _made.clear()
-        _world = dist.group.WORLD
+    global _made, _world
+    world = dist.group.WORLD
+    assert world is not None
+    if _world is None or _world() is not world:
+        _close(_made)
+        _made, _world = {}, weakref.ref(world)
+        weakref.finalize(world, _close, _made)  # of this world alone: it may be freed long after the next one was made
     key = device_type, nodes, devices_per_node, carried
     if key not in _made:
         _made[key] = Meshes(device_type, nodes, devices_per_node, carried=carried)
     return _made[key]
+
+
+def _close(made: dict[_Key, Meshes]) -> None:
+    """Ends the threads of a world, and forgets its groups."""
+    for meshes in made.values():
+        if "courier" in meshes.__dict__:
+            meshes.courier.close()
+    made.clear()
 
 
 class Meshes:

@@ -10,37 +10,53 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+
+class State:
+    """The random numbers' state at one moment. Its bytes are no tensor's: a step's memory is counted by tensors."""
+
+    def __init__(self) -> None:
+        self.data = torch.get_rng_state().numpy().tobytes()
+
+    def restore(self) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(self.data), dtype=torch.uint8))
 
 
 class _Draws:
     """The last state that a block was entered with, as long as some block needs it."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Tensor] | None = None
+        self._last: weakref.ref[State] | None = None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """What a block's forward runs in, and what its recomputation does; called when it is entered."""
-        state = torch.get_rng_state()
+        state = State()
         last = None if self._last is None else self._last()
-        if last is not None and np.array_equal(last.numpy(), state.numpy()):
+        if last is not None and last.data == state.data:
             state = last
         else:
             self._last = weakref.ref(state)
-        return nullcontext(), _restored(state)
+        return nullcontext(), _Restored(state)
 
 
-@contextmanager
-def _restored(state: Tensor) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(state)
-        yield
+class _Restored(AbstractContextManager[None]):
+    """Draws as they were; entered once for every backward, of which there may be several through one graph."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._outer: list[State] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(State())
+        self._state.restore()
+
+    def __exit__(self, *error: object) -> None:
+        self._outer.pop().restore()
 
 
 def recompute(blocks: list[nn.Module], *, share_draws: bool) -> None:

@@ -1,6 +1,6 @@
 """What a step really sends: every collective in the order in which it is issued, to compare it with the planned graph.
 
-[Note: Issued]
+[Note: CollectiveRecord]
 Where FSDP2 communicates itself, its collectives pass torch's dispatcher: a dispatch mode sees them and asks `seen`.
 Where the runtime carries them, one may be several sends between ranks in the courier's thread: there the leaves of
 osdp.runtime.collectives say what they do, with `issue`. Both name a group by its ranks. What two threads carry at once
@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from osdp.cost.issue import Issued, group_name
+from osdp.cost.schedule import CollectiveRecord, group_name
 from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 # The kind of an operation of c10d, and which arguments are the tensor of the full, unsharded size, and the group.
@@ -32,19 +32,19 @@ class Recording:
     """The collectives of a stretch of time, on nodes of `devices_per_node` ranks. Groups of one rank send nothing."""
 
     def __init__(self, devices_per_node: int) -> None:
-        self._issued: list[tuple[int, Issued]] = []
+        self._issued: list[tuple[int, CollectiveRecord]] = []
         self._devices = devices_per_node
         self._groups: dict[str, str | None] = {}
 
     @property
-    def issued(self) -> list[Issued]:
+    def issued(self) -> list[CollectiveRecord]:
         """All of them, by their turns."""
         return [issued for _, issued in sorted(self._issued, key=lambda pair: pair[0])]
 
     def add(self, kind: str, group: dist.ProcessGroup, nbytes: int) -> None:
         name = self._name(group)
         if name is not None:
-            self._issued.append((getattr(_now, "turn", 0), Issued(kind, name, nbytes)))
+            self._issued.append((getattr(_now, "turn", 0), CollectiveRecord(kind, name, nbytes)))
 
     def seen(self, operation: Any, args: Sequence[Any]) -> None:
         """Adds what an operation of c10d sends; others of c10d (barriers, broadcasts) are no part of a step."""

@@ -3,23 +3,26 @@
 [Note: Interval]
 More samples need more memory and take fewer seconds each. So for all batch sizes from `low` to `high`, the memory of
 `low` together with the seconds of `high` gives a bound on the seconds per sample. The interval with the best bound is
-halved until it is a single batch size, which is then solved exactly; what cannot beat that is never looked at.
+halved until it is a single batch size, which is then solved exactly; what cannot beat that is never looked at. Of large
+batch sizes, whose rates hardly differ, those that cannot beat it by GAIN are not looked at either: the stated bound
+counts them.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from osdp.search.highs import INFINITY
-from osdp.search.problem import Problem, StageChoice, Verdict
-from osdp.search.solve import relaxed_bound, solve_exactly
+from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.search.solve import may_fit, relaxed_bound, solve_exactly
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
-MOST_SAMPLES = 1 << 16
 BOUNDING_SECONDS = 10.0
+LARGE, GAIN = 32, 1e-3  # see [Note: Interval]
+FIRST_SHARE = 0.25  # of the time goes to the batch size of the best usual way, before others are looked at
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,77 @@ class Found:
     status: str
 
 
-def largest_batch(make: MakeProblem, *, seconds: float = BOUNDING_SECONDS) -> int:
+def _found(candidate: Candidate, batch: int, choice: tuple[StageChoice, ...], verdict: Verdict) -> Found:
+    each = verdict.seconds / (batch * candidate.accumulation)
+    return Found(candidate, batch, choice, verdict, each, each, 0, 0.0, 0, "optimal")
+
+
+def judged(candidate: Candidate, batch: int, choice: tuple[StageChoice, ...]) -> Found | None:
+    """A choice at a batch size, by its costs alone; None where it does not fit."""
+    problem = candidate.make(batch, batch)
+    verdict = evaluate(problem, choice)
+    return _found(candidate, batch, choice, verdict) if verdict.peak <= problem.limit else None
+
+
+def _improved_whole(found: Found, *, seconds: float) -> Found:
+    """The same with every block gathered whole: a small problem, quickly solved, whose answer is mostly close."""
+    problem = found.candidate.make(found.batch, found.batch)
+    kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
+    numbers = {key: [n for n, shape in enumerate(shapes) if shape.is_whole] for key, shapes in kinds.items()}
+    if not all(numbers.values()):
+        return found
+    kept = {key: tuple(shapes[n] for n in numbers[key]) for key, shapes in kinds.items()}
+    stages = tuple(replace(stage, shapes=kept[id(stage.shapes)]) for stage in problem.stages)
+    outcome = solve_exactly(replace(problem, stages=stages, known={}), cutoff=found.verdict.seconds, seconds=seconds)
+    if outcome.choice is None:
+        return found
+    choice = tuple(
+        replace(taken, shape=numbers[id(stage.shapes)][taken.shape])
+        for stage, taken in zip(problem.stages, outcome.choice, strict=True)
+    )
+    better = judged(found.candidate, found.batch, choice)
+    return found if better is None or better.seconds_per_sample >= found.seconds_per_sample else better
+
+
+def _improved(found: Found, *, seconds: float) -> Found:
+    """The best choice at the same batch size, as far as it is found in these seconds: bounds are compared with it."""
+    problem = found.candidate.make(found.batch, found.batch)
+    outcome = solve_exactly(problem, cutoff=found.verdict.seconds, seconds=seconds)
+    if outcome.choice is None or outcome.verdict is None:
+        return found
+    return _found(found.candidate, found.batch, outcome.choice, outcome.verdict)
+
+
+def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) -> Found:
+    """The same with the smallest batch size whose plan takes no more than these seconds a sample, as good as it gets.
+
+    A choice that fits also does with fewer samples, so the one that was found says which size that is; then the best
+    choice at that size is taken.
+    """
+    low, high = found.candidate.low, found.batch
+    while low < high:
+        middle = (low + high) // 2
+        tried = judged(found.candidate, middle, found.choice)
+        quick = tried is not None and tried.seconds_per_sample <= seconds_per_sample
+        low, high = (low, middle) if quick else (middle + 1, high)
+    if low == found.batch:
+        return found
+    same = judged(found.candidate, low, found.choice)
+    assert same is not None
+    return _improved(same, seconds=seconds)
+
+
+def largest_batch(make: MakeProblem, *, most: int, seconds: float = BOUNDING_SECONDS) -> int:
     """The largest batch size whose relaxation fits, or when time is up one that none exceeds; 0 where none fits."""
     deadline = time.monotonic() + seconds
 
     def fits(batch: int) -> bool:
-        return relaxed_bound(make(batch, batch)) < INFINITY
+        return may_fit(make(batch, batch))
 
     if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= MOST_SAMPLES and fits(high):
+    while high <= most and fits(high):
         low, high = high, 2 * high
     while high - low > 1 and time.monotonic() < deadline:
         middle = (low + high) // 2
@@ -67,16 +130,30 @@ def largest_batch(make: MakeProblem, *, seconds: float = BOUNDING_SECONDS) -> in
     return high - 1
 
 
+Seed = tuple[Candidate, int, tuple[StageChoice, ...]]  # a choice at a batch size, known before the search
+
+
 def search_batches(
-    candidates: list[Candidate], *, seconds: float, progress: Callable[[int, int, int, float], None] | None = None
+    candidates: list[Candidate],
+    *,
+    seconds: float,
+    seeds: Sequence[Seed] = (),
+    progress: Callable[[int, int, int, float], None] | None = None,
 ) -> Found | None:
     """The fastest plan per sample over all candidates; None where nothing fits. See [Note: Interval].
 
-    When time is up, the first plan found at the smallest batch sizes that are left does, if there is none yet.
+    No seed that fits is faster than what is found. When time is up, the first plan found at the smallest batch sizes
+    that are left does, if there is none yet.
     """
     began = time.monotonic()
     queue: list[tuple[float, int, int, int]] = []
     best: Found | None = None
+    for seed in seeds:
+        found = judged(*seed)
+        if found is not None and (best is None or found.seconds_per_sample < best.seconds_per_sample):
+            best = found
+    if best is not None:
+        best = _improved(_improved_whole(best, seconds=seconds * FIRST_SHARE), seconds=seconds * FIRST_SHARE)
     unproven, nodes, solved = INFINITY, 0, 0
 
     def push(number: int, low: int, high: int) -> None:
@@ -92,6 +169,9 @@ def search_batches(
         candidate = candidates[number]
         if best is not None and bound >= best.seconds_per_sample:
             break
+        if best is not None and low >= LARGE and bound >= best.seconds_per_sample * (1 - GAIN):
+            unproven = min(unproven, bound)
+            continue
         left = seconds - (time.monotonic() - began)
         if left <= 0:
             unproven = min(unproven, bound)
@@ -111,11 +191,12 @@ def search_batches(
         if outcome.choice is not None and outcome.verdict is not None:
             each = outcome.verdict.seconds / samples
             if best is None or each < best.seconds_per_sample:
-                best = Found(candidate, low, outcome.choice, outcome.verdict, each, each, 0, 0.0, 0, "optimal")
+                best = _found(candidate, low, outcome.choice, outcome.verdict)
         if progress is not None:
             progress(low, solved, len(queue), INFINITY if best is None else best.seconds_per_sample)
     if best is None:
         return None
     bound = min(unproven, best.seconds_per_sample)
-    status = "optimal" if bound >= best.seconds_per_sample * (1 - 1e-9) else "time limit"
+    late = time.monotonic() - began > seconds
+    status = "optimal" if bound >= best.seconds_per_sample * (1 - 1e-9) else "time limit" if late else "nearly optimal"
     return replace(best, bound=bound, nodes=nodes, seconds=time.monotonic() - began, solved=solved, status=status)

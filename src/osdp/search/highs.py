@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import highspy
 import numpy as np
@@ -71,9 +72,15 @@ class Answer:
     reduced_costs: np.ndarray | None = None  # of a relaxation: what a column costs at least, once it is used
 
 
-_RELAXATION_SECONDS = 1.0
+_RELAXATION_SECONDS = 5.0
 _SECONDS_PER_COLUMN = 5e-4
 _WAYS = (("solver", "choose"), ("presolve", "off"), ("solver", "ipm"))
+_TOLERANCES = ("primal_feasibility_tolerance", "mip_feasibility_tolerance")
+_OTHER_WAYS: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (("presolve", "off"),),
+    tuple((name, 1e-7) for name in _TOLERANCES),
+)
+_INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 _DECIDED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
 
 
@@ -90,17 +97,13 @@ def solve(
     It stops as soon as the bound reaches `enough`: then nothing below that exists, and the status is bounded.
     """
     model = _model(program, relaxed, unused)
-    if relaxed:
-        solver = _decided(model, seconds)
-    else:
-        solver = _solver(seconds)
-        solver.passModel(model)
-        if enough < INFINITY:
-            solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough))
-        solver.run()
+    solver = _decided(model, seconds) if relaxed else _run(model, seconds, enough)
+    if solver.getModelStatus() in _INFEASIBLE:
+        again = _confirmed(model, seconds, enough)
+        solver = solver if again is None else again
     status = solver.getModelStatus()
     info = solver.getInfo()
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+    if status in _INFEASIBLE:
         return Answer("infeasible", INFINITY, INFINITY, int(info.mip_node_count), None)
     optimal = status == highspy.HighsModelStatus.kOptimal
     has_solution = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
@@ -116,6 +119,30 @@ def solve(
     return Answer("optimal" if optimal else "limit", objective, bound, nodes, values, costs)
 
 
+def _run(model: highspy.HighsLp, seconds: float, enough: float, *options: tuple[str, Any]) -> highspy.Highs:
+    solver = _solver(seconds)
+    for option, value in options:
+        solver.setOptionValue(option, value)
+    solver.passModel(model)
+    if enough < INFINITY:
+        solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough))
+    solver.run()
+    return solver
+
+
+def _confirmed(model: highspy.HighsLp, seconds: float, enough: float) -> highspy.Highs | None:
+    """[Note: Infeasible] None where a program that was called infeasible is so in other ways of solving it too.
+
+    HiGHS's presolve calls a few feasible programs infeasible at tolerances of 1e-9. Without presolve, or with the
+    tolerances that it has by default, the same programs are solved.
+    """
+    for options in _OTHER_WAYS:
+        solver = _run(model, seconds, enough, *options)
+        if solver.getModelStatus() not in _INFEASIBLE:
+            return solver
+    return None
+
+
 def _solver(seconds: float) -> highspy.Highs:
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
@@ -124,10 +151,8 @@ def _solver(seconds: float) -> highspy.Highs:
     solver.setOptionValue("mip_abs_gap", 0.0)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("mip_heuristic_run_feasibility_jump", False)  # half the time of a small program, for nothing
-    for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
-        solver.setOptionValue(
-            tolerance, 1e-9
-        )  # the default would let a choice pass that exceeds the limit by kilobytes
+    for tolerance in _TOLERANCES:  # the default would let a choice pass that exceeds the limit by kilobytes
+        solver.setOptionValue(tolerance, 1e-9)
     if seconds < INFINITY:
         solver.setOptionValue("time_limit", max(seconds, 0.01))
     return solver

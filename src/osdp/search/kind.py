@@ -5,14 +5,26 @@ Alike stages share it, so it is made once for all of them. What only rows of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from osdp.search.clock_rows import ClockRows
 from osdp.search.highs import INFINITY
-from osdp.search.problem import FloatArray, Problem, Rows, ShapeTable, StageTable, UnitOption, phase
+from osdp.search.problem import (
+    REDUCED,
+    SECONDS,
+    FloatArray,
+    Problem,
+    Rows,
+    ShapeTable,
+    StageTable,
+    UnitOption,
+    option_seconds,
+    serial_counts,
+)
 
 MIB = float(1 << 20)  # bytes are scaled, so that HiGHS's tolerances mean about one byte
 _BYTES = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
@@ -38,22 +50,34 @@ class ExactRow:
     sees: tuple[Flags, ...]
 
 
+Column = int | tuple[int, int, int, bool]  # of the kind; or of another stage's unit: stage, unit, option, sharded
+Terms = dict[Column, float]
+
+
 class Kind:
     """The columns of a stage, their costs, and the rows between them; for a group, bounds times its size."""
 
-    def __init__(self, table: StageTable, problem: Problem, scale: float) -> None:
-        self.table, self.scale, self.micro = table, scale, problem.accumulation
-        self.overlap = problem.overlap_of(table)
+    def __init__(
+        self, table: StageTable, problem: Problem, scale: float, latest: float, *, coarse: bool, timed: bool = True
+    ) -> None:
+        self.table, self.scale, self.problem, self.latest, self.coarse = table, scale, problem, latest, coarse
         self.cost: list[float] = []
         self.upper: list[float] = []
         self.integer: list[bool] = []
-        self.rows: list[tuple[dict[int, float], float, float]] = []
+        self.rows: list[tuple[Terms, float, float]] = []
         self.units: list[list[list[Chosen]]] = []  # shape, unit, option
         self.shapes: list[list[int]] = []  # the columns whose sum is a shape's count
         for shape in table.shapes:
             self._shape(shape)
         # [Constraint] every stage takes exactly one shape
         self._row(dict.fromkeys((c for columns in self.shapes for c in columns), 1.0), 1.0, 1.0)
+        self.foreign_cost: Terms = {}
+        if problem.overlap < 1:
+            self._serial_cost()
+        self.clocks = ClockRows(self) if problem.overlap > 0 and timed else None
+        for units in self.units:
+            for options in units:
+                self._drop_beaten(options, len(units) == 1)
         self._vectors: dict[str, FloatArray] = {}
         self._mosts: dict[str, int] = {}
         self._exact: dict[bool, list[ExactRow]] = {}
@@ -70,125 +94,115 @@ class Kind:
 
     # Columns and time
 
-    def _column(self, cost: float = 0.0, upper: float = INFINITY, integer: bool = True) -> int:
+    def column(self, cost: float = 0.0, upper: float = INFINITY, integer: bool = True) -> int:
         self.cost.append(cost)
         self.upper.append(upper)
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def _row(self, terms: dict[int, float], lower: float, upper: float) -> None:
-        self.rows.append((terms, lower, upper))
+    def _row(self, terms: Mapping[Column, float], lower: float, upper: float) -> None:
+        self.rows.append((dict(terms), lower, upper))
+
+    def at_least(self, column: int, terms: Terms) -> None:
+        """[Constraint] a column is no less than these terms."""
+        self._row({**{key: -value for key, value in terms.items()}, column: 1.0}, 0.0, INFINITY)
 
     def _shape(self, shape: ShapeTable) -> None:
         alone = len(shape.units) == 1  # then its options' counts add up to the shape's, which needs no column
-        columns = [] if alone else [self._column(upper=1.0)]
+        columns: list[int] = [] if alone else [self.column(upper=1.0)]
         units = [[self._option(option) for option in options] for options in shape.units]
         self.units.append(units)
         for options in units if not alone else []:
             # [Constraint] every unit of a chosen shape takes exactly one option
-            self._row({columns[0]: -1.0, **{chosen.count: 1.0 for chosen in options}}, 0.0, 0.0)
-        self.shapes.append(columns or [chosen.count for chosen in units[0]])
-        plain = alone and all(chosen.sharded is None for chosen in units[0])
-        for options in units:
-            for chosen in options:
-                self._time_terms(chosen, ("step",), self.cost, self.scale)
-        if plain:
-            for chosen in units[0]:
-                self.cost[chosen.count] += self._alone(shape, chosen.option)
-        else:
-            if self.overlap < 1:
-                self._added(shape, self.shapes[-1], units, 1 - self.overlap)
-            if self.overlap > 0:
-                self._side_by_side(shape, self.shapes[-1], units, self.overlap)
-        for options in units:
-            self._drop_beaten(options, plain)
+            terms: Terms = {columns[0]: -1.0, **{chosen.count: 1.0 for chosen in options}}
+            self._row(terms, 0.0, 0.0)
+        self.shapes.append(columns if columns else [chosen.count for chosen in units[0]])
+        for chosen in (chosen for options in units for chosen in options):
+            self.cost[chosen.count] += chosen.option.step.base * self.scale
+            if chosen.sharded is not None:
+                self.cost[chosen.sharded] += chosen.option.step.slope * self.scale
 
     def _option(self, option: UnitOption) -> Chosen:
-        count = self._column(upper=1.0)
+        count = self.column(upper=1.0)
         if option.slices == 1:
             return Chosen(option, count, None)
-        sharded = self._column(upper=float(option.slices))
+        sharded = self.column(upper=float(option.slices))
         # [Constraint] a split unit shards between one and all of its slices
         self._row({sharded: 1.0, count: -1.0}, 0.0, INFINITY)
         self._row({sharded: -1.0, count: float(option.slices)}, 0.0, INFINITY)
         return Chosen(option, count, sharded)
 
-    def _time_terms(
-        self, chosen: Chosen, names: Sequence[str], into: list[float] | dict[int, float], factor: float
-    ) -> None:
-        for name in names:
-            seconds = getattr(chosen.option, name)
-            if seconds.base:
-                into[chosen.count] += seconds.base * factor
-            if seconds.slope and chosen.sharded is not None:
-                into[chosen.sharded] += seconds.slope * factor
+    def kernel_terms(self, number: int, seconds: float) -> Terms:
+        """The seconds of kernels, if this shape is taken."""
+        return {column: seconds * self.scale for column in self.shapes[number]} if seconds else {}
 
-    def _alone(self, shape: ShapeTable, option: UnitOption) -> float:
-        """The seconds of a stage whose only unit takes this option: no column is needed to compare the streams."""
-        seconds = self.micro * phase(shape.forward_seconds + option.copy.base, option.gather.base, self.overlap)
-        compute, wires = shape.backward_seconds + option.copy_again.base, option.gather_again.base
-        reduced = compute + option.copy_reduce.base, wires + option.reduce.base
-        often = (compute, wires) if option.reduce_once else reduced
-        return (seconds + (self.micro - 1) * phase(*often, self.overlap) + phase(*reduced, self.overlap)) * self.scale
+    def option_terms(self, number: int, unit: int | tuple[int, int], names: Sequence[str], last: bool) -> Terms:
+        """The seconds that a unit's options take of some kinds."""
+        found: Terms = {}
+        for option, count, sharded in self._columns_of(number, unit):
+            if option.parts:
+                assert isinstance(unit, int)
+                found[count] = option_seconds(*option.parts[unit], names, last) * self.scale
+                continue
+            wanted = [n for n in names if last or not option.reduce_once or n not in REDUCED]
+            base, slope = (sum(getattr(getattr(option, n), each) for n in wanted) for each in ("base", "slope"))
+            if base:
+                found[count] = base * self.scale
+            if slope and sharded is not None:
+                found[sharded] = slope * self.scale
+        return found
 
-    def _added(self, shape: ShapeTable, columns: list[int], units: list[list[Chosen]], part: float) -> None:
-        scale = self.scale * part
-        for column in columns:
-            self.cost[column] += self.micro * (shape.forward_seconds + shape.backward_seconds) * scale
-        for chosen in (chosen for options in units for chosen in options):
-            often = ("copy", "gather", "copy_again", "gather_again")
-            self._time_terms(chosen, often, self.cost, self.micro * scale)
-            times = 1 if chosen.option.reduce_once else self.micro
-            self._time_terms(chosen, ("copy_reduce", "reduce"), self.cost, times * scale)
+    def option_columns(self, number: int, unit: int | tuple[int, int]) -> list[tuple[Column, Column | None]]:
+        return [(count, sharded) for _, count, sharded in self._columns_of(number, unit)]
 
-    def _side_by_side(self, shape: ShapeTable, columns: list[int], units: list[list[Chosen]], part: float) -> None:
-        """[Constraint] a visit takes no less than its compute, and no less than its communication."""
-        flat = [chosen for options in units for chosen in options]
-        again = (("copy_again", "copy_reduce"), ("gather_again", "reduce"))
-        visits = [(self.micro, shape.forward_seconds, (("copy",), ("gather",)), True)]
-        visits += [(self.micro - 1, shape.backward_seconds, again, False)] if self.micro > 1 else []
-        visits += [(1, shape.backward_seconds, again, True)]
-        for times, seconds, streams, once in visits:
-            slower = self._column(cost=times * part, integer=False)
-            for names, base in zip(streams, (seconds, 0.0), strict=True):
-                terms = dict.fromkeys([slower, *columns, *self._columns(flat)], 0.0)
-                terms[slower] = -1.0
-                for column in columns:
-                    terms[column] += base * self.scale
-                for chosen in flat:
-                    here = [n for n in names if once or "reduce" not in n or not chosen.option.reduce_once]
-                    self._time_terms(chosen, here, terms, self.scale)
-                self._row(terms, -INFINITY, 0.0)
+    def _columns_of(
+        self, number: int, unit: int | tuple[int, int]
+    ) -> Iterator[tuple[UnitOption, Column, Column | None]]:
+        if isinstance(unit, int):
+            units = self.units[number]
+            yield from ((c.option, c.count, c.sharded) for c in units[unit if len(units) > 1 else 0])
+            return
+        stage, index = unit
+        for o, option in enumerate(self.problem.stages[stage].shapes[0].units[index]):
+            yield option, (stage, index, o, False), (stage, index, o, True) if option.slices > 1 else None
 
-    @staticmethod
-    def _columns(flat: Sequence[Chosen]) -> Iterator[int]:
-        for chosen in flat:
-            yield chosen.count
-            if chosen.sharded is not None:
-                yield chosen.sharded
+    def _serial_cost(self) -> None:
+        """What a step takes of all operations one after the other, as far as nothing overlaps."""
+        for last, times in self.problem.micro_batches:
+            part = times * (1 - self.problem.overlap)
+            for number, shape in enumerate(self.table.shapes):
+                kernels = sum(stage.seconds for stage in shape.passes)
+                parts = [self.kernel_terms(number, part * kernels)]
+                for (unit, name), count in serial_counts(shape).items():
+                    terms = self.option_terms(number, unit, (name,), last)
+                    parts.append({key: part * count * value for key, value in terms.items()})
+                for key, value in (item for terms in parts for item in terms.items()):
+                    if isinstance(key, int):
+                        self.cost[key] += value
+                    else:
+                        self.foreign_cost[key] = self.foreign_cost.get(key, 0.0) + value
 
-    def _drop_beaten(self, options: Sequence[Chosen], plain: bool) -> None:
+    def _drop_beaten(self, options: Sequence[Chosen], alone: bool) -> None:
         """Options that another one of the unit beats, or equals, in all bytes and seconds need not be chosen."""
         rivals = [c for c in options if c.sharded is None and c.option.far is None]
         if len(rivals) < 2:
             return
-        needs = np.array([self._needs(c, plain) for c in rivals])
+        needs = np.array([self._needs(c, alone) for c in rivals])
         beats = np.all(needs[:, None] <= needs[None], axis=2).tolist()
         for index, chosen in enumerate(rivals):
             # of equal ones the first stays
             if any(beats[o][index] and (o < index or not beats[index][o]) for o in range(len(rivals)) if o != index):
                 self.upper[chosen.count] = 0.0
 
-    def _needs(self, chosen: Chosen, plain: bool) -> list[float]:
+    def _needs(self, chosen: Chosen, alone: bool) -> list[float]:
         option = chosen.option
-        if plain:
-            times = [self.cost[chosen.count]]
+        matrices = self.clocks.matrices.get(chosen.count) if alone and self.clocks is not None else None
+        if matrices is not None:
+            times = [self.cost[chosen.count], *np.nan_to_num(np.concatenate(matrices).ravel(), neginf=-1.0).tolist()]
         else:
-            last = option.copy_reduce.base, option.reduce.base
-            often = (0.0, 0.0) if option.reduce_once else last
-            again = option.copy_again.base, option.gather_again.base
-            times = [option.copy.base, option.gather.base, option.step.base]
-            times += [again[0] + last[0], again[1] + last[1], again[0] + often[0], again[1] + often[1]]
+            often = 0.0 if option.reduce_once else 1.0
+            times = [getattr(option, name).base for name in SECONDS]
+            times += [often * getattr(option, name).base for name in REDUCED]
         held = [getattr(option, name).base for name in _BYTES]
         return [*times, *held, *option.forward[:, 0].tolist(), *option.backward[:, 0].tolist()]
 

@@ -8,16 +8,27 @@ that number. At every row of every visit
     constant + always(all) + held between passes(stages before) + gradients and rest(stages after, in backward)
     + activations + own units + what the neighbours' gathers and reductions hold here        <= limit
 
-and at the optimizer likewise. The objective is the step's seconds: compute and communication of each visit added, or
-the larger of both where they overlap, or a mixture where they do in part.
+and at the optimizer likewise. The objective is the step's seconds: those of its two streams (see [Note: Streams] in
+osdp.search.streams) where they overlap, the sum of all operations where they do not, and a mixture where they overlap
+in part.
+
+[Note: Micro-batches]
+Of several micro-batches the last one carries the reductions that are made once: there are two kinds of them, OFTEN and
+LAST. The streams meet at the end of each.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from osdp.search.streams import Act, Matrix, Op, StagePass, end, followed, matrix, start
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -47,6 +58,12 @@ class Seconds:
 
 NO_BYTES = Amount()
 NO_SECONDS = Seconds()
+OFTEN, LAST = False, True  # see [Note: Micro-batches]
+REDUCED = ("reduce", "copy_reduce", "slice_reduce", "slice_wires_reduce")  # only where gradients are reduced
+SECONDS = (
+    *("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "slice_run", "slice_rest"),
+    *("slice_run_again", "slice_rest_again", "slice_reduce", "slice_wires", "slice_wires_reduce", "step"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +74,10 @@ class UnitOption:
     `ahead_again` are its gather's buffer in the visit before it, `cast` and `cast_again` what is added at the moment
     of issue; `reducing` its reduction's buffer in the visit after. Rows of its own visits: `forward`, `backward`
     ([row, base or slope]). `far` replaces between and after for a unit that spans stages: bytes in every visit.
-    Seconds on the communication stream (`gather`, `gather_again`, `reduce`), and of copies on the compute stream.
+    Seconds on the communication stream: `gather`, `gather_again` and `reduce`, of split units one slice's; and of
+    copies on the compute stream. Slices take turns: `slice_run` is what forward takes before the last one of them,
+    waits included, `slice_rest` what its kernels then take less; `slice_reduce` is added to backward where slices are
+    reduced. `slice_wires` and `slice_wires_reduce` are the other slices' collectives, which hide in these.
     """
 
     key: object
@@ -80,8 +100,20 @@ class UnitOption:
     copy: Seconds = NO_SECONDS
     copy_again: Seconds = NO_SECONDS
     copy_reduce: Seconds = NO_SECONDS
+    slice_run: Seconds = NO_SECONDS
+    slice_rest: Seconds = NO_SECONDS
+    slice_run_again: Seconds = NO_SECONDS
+    slice_rest_again: Seconds = NO_SECONDS
+    slice_reduce: Seconds = NO_SECONDS
+    slice_wires: Seconds = NO_SECONDS
+    slice_wires_reduce: Seconds = NO_SECONDS
     step: Seconds = NO_SECONDS
     reduce_once: bool = False
+    parts: tuple[tuple[UnitOption, int], ...] = ()  # of units that choose together: each one's option and its slices
+
+    def of(self, part: int, sharded: int) -> tuple[UnitOption, int]:
+        """The option of one unit of those that choose together, or of the only one."""
+        return self.parts[part] if self.parts else (self, sharded)
 
     @property
     def counts(self) -> range:
@@ -126,18 +158,23 @@ class ShapeTable:
     backward: Rows
     saved: int
     freed: int
-    forward_seconds: float
-    backward_seconds: float
+    forward_pass: StagePass
+    backward_pass: StagePass
     guests: tuple[Guest, ...] = ()
+    is_block: bool = True
+    is_whole: bool = True  # a block that is gathered in one piece, or no block
+
+    @property
+    def passes(self) -> tuple[StagePass, StagePass]:
+        return self.forward_pass, self.backward_pass
 
 
 @dataclass(frozen=True)
 class StageTable:
-    """A stage; equal `alike` numbers mean interchangeable stages. `exposed` communication never overlaps."""
+    """A stage; equal `alike` numbers mean interchangeable stages."""
 
     shapes: tuple[ShapeTable, ...]
     alike: int
-    exposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,9 +184,17 @@ class Problem:
     limit: int
     overlap: float
     accumulation: int = 1
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # stages that were judged before
 
-    def overlap_of(self, table: StageTable) -> float:
-        return 0.0 if table.exposed else float(self.overlap)
+    @cached_property
+    def micro_batches(self) -> list[tuple[bool, int]]:
+        """The kinds of micro-batches, and how many of each there are; see [Note: Micro-batches]."""
+        once = self.accumulation > 1 and any(o.reduce_once for s in self._shapes() for u in s.units for o in u)
+        return [(OFTEN, self.accumulation - 1), (LAST, 1)] if once else [(LAST, self.accumulation)]
+
+    def _shapes(self) -> Sequence[ShapeTable]:
+        kinds = {id(stage.shapes): stage.shapes for stage in self.stages}
+        return [shape for shapes in kinds.values() for shape in shapes]
 
 
 @dataclass(frozen=True)
@@ -173,10 +218,13 @@ class Verdict:
 _TOTALS = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
 
 
+Guests = dict[tuple[int, int], tuple[UnitOption, int]]  # other stages' units that act in one, with what they chose
+
+
 class _Taken:
     """A stage with a choice made: its sums, whatever lies around it."""
 
-    def __init__(self, problem: Problem, table: StageTable, choice: StageChoice) -> None:
+    def __init__(self, table: StageTable, choice: StageChoice) -> None:
         self.shape = shape = table.shapes[choice.shape]
         self.options = [(shape.units[u][o], k) for u, (o, k) in enumerate(choice.options)]
         self.totals = {name: sum(getattr(o, name).at(k) for o, k in self.options) for name in _TOTALS}
@@ -185,8 +233,37 @@ class _Taken:
             for own, table_rows in zip(self.own, (option.forward, option.backward), strict=True):
                 own += table_rows[:, 0] + k * table_rows[:, 1]
         self.far = [option.far for option, _ in self.options if option.far is not None]
-        self.seconds = _seconds(problem, table, shape, self.options)
+        self.step_seconds = sum(o.step.at(k) for o, k in self.options)
         self._highest: dict[tuple[int, ...], int] = {}
+        self._matrices: dict[object, Matrix] = {}
+
+    def matrix(self, backward: bool, last: bool, guests: Guests) -> Matrix:
+        """A pass's matrix, with the options of other stages' units that act in it."""
+        stage = self.shape.passes[backward]
+        others = tuple((unit, id(guests[unit][0]), guests[unit][1]) for unit in guest_units(stage))
+        key = backward, last, others
+        if key not in self._matrices:
+
+            def seconds(op: Op) -> float:
+                return op.seconds + (self._seconds(op.unit, op.names, last, guests) if op.names else 0.0)
+
+            self._matrices[key] = matrix(stage, seconds)
+        return self._matrices[key]
+
+    def serial_seconds(self, last: bool, guests: Guests, passes: Sequence[bool]) -> float:
+        """Of all that these passes of a micro-batch do in this stage, one after the other."""
+        kernels = sum(self.shape.passes[backward].seconds for backward in passes)
+        found = serial_counts(self.shape, passes).items()
+        return kernels + sum(times * self._seconds(unit, (name,), last, guests) for (unit, name), times in found)
+
+    def _seconds(self, unit: int | tuple[int, int], names: Sequence[str], last: bool, guests: Guests) -> float:
+        if not isinstance(unit, int):
+            option, k = guests[unit]
+        elif len(self.options) == 1:
+            option, k = self.options[0][0].of(unit, self.options[0][1])
+        else:
+            option, k = self.options[unit]
+        return option_seconds(option, k, names, last)
 
     def highest(self, backward: bool, neighbours: tuple[int, int, int], guests: IntArray | None) -> int:
         """The highest row of a visit, relative to its start."""
@@ -210,13 +287,12 @@ _NONE = dict.fromkeys(_TOTALS, 0)
 def evaluate(problem: Problem, choice: tuple[StageChoice, ...]) -> Verdict:
     """The costs of a choice by plain sums, with no solver: the judge of every answer."""
     stages = len(problem.stages)
-    known: dict[object, _Taken] = {}  # stages with the same tables and the same choice cost the same
     taken = []
     for table, stage in zip(problem.stages, choice, strict=True):
-        key = id(table.shapes), table.exposed, stage
-        if key not in known:
-            known[key] = _Taken(problem, table, stage)
-        taken.append(known[key])
+        key = id(table.shapes), stage  # stages with the same tables and the same choice cost the same
+        if key not in problem.known:
+            problem.known[key] = _Taken(table, stage)
+        taken.append(problem.known[key])
     totals = [t.totals for t in taken]
     base = problem.constant + sum(t["always"] for t in totals)
     far = np.zeros(2 * stages, dtype=np.int64)
@@ -245,7 +321,7 @@ def evaluate(problem: Problem, choice: tuple[StageChoice, ...]) -> Verdict:
         if highest > problem.limit:
             excess[i] = max(highest - problem.limit, excess.get(i, 0))
     over = tuple(sorted(excess))
-    return Verdict(sum(t.seconds for t in taken), peak, over, tuple(excess[i] for i in over))
+    return Verdict(_step_seconds(problem, taken), peak, over, tuple(excess[i] for i in over))
 
 
 def _guests(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tuple[IntArray | None, IntArray | None]:
@@ -260,21 +336,65 @@ def _guests(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tuple[IntArra
     return forward, backward
 
 
-def _seconds(problem: Problem, table: StageTable, shape: ShapeTable, options: list[tuple[UnitOption, int]]) -> float:
-    """See [Note: Problem]. Of several micro-batches, the last one carries the reductions that are made once."""
-    micro, overlap = problem.accumulation, problem.overlap_of(table)
-
-    def sums(name: str, once: bool | None = None) -> float:
-        return sum(getattr(o, name).at(k) for o, k in options if once is None or o.reduce_once == once)
-
-    seconds = micro * phase(shape.forward_seconds + sums("copy"), sums("gather"), overlap)
-    compute = shape.backward_seconds + sums("copy_again") + sums("copy_reduce", False)
-    wires = sums("gather_again") + sums("reduce", False)
-    seconds += (micro - 1) * phase(compute, wires, overlap)
-    seconds += phase(compute + sums("copy_reduce", True), wires + sums("reduce", True), overlap)
-    return seconds + sums("step")
+def option_seconds(option: UnitOption, sharded: int, names: Sequence[str], last: bool) -> float:
+    """What an option takes of some kinds of seconds in a micro-batch."""
+    unreduced = option.reduce_once and not last
+    return sum(getattr(option, name).at(sharded) for name in names if not (unreduced and name in REDUCED))
 
 
-def phase(compute: float, communication: float, overlap: float) -> float:
-    """One visit of one stage: both streams side by side as far as they overlap, one after the other for the rest."""
-    return overlap * max(compute, communication) + (1 - overlap) * (compute + communication)
+_SERIAL = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce")
+
+
+def serial_counts(
+    shape: ShapeTable, passes: Sequence[bool] = (False, True)
+) -> Counter[tuple[int | tuple[int, int], str]]:
+    """How often each kind of a unit's seconds occurs in a micro-batch, if nothing ran side by side.
+
+    Then no slice waits for another: what they send is added.
+    """
+    counts: Counter[tuple[int | tuple[int, int], str]] = Counter()
+    for stage in (shape.passes[backward] for backward in passes):
+        if stage.pending >= 0:
+            counts[stage.pending, stage.pending_name] += 1
+        taking = (op for op in stage.ops if op.act is not Act.WAIT)
+        counts.update((op.unit, name) for op in taking for name in op.names if name in _SERIAL)
+    if True not in passes:  # slices are counted with backward
+        return counts
+    count = len(shape.units[0][0].parts) or len(shape.units) if shape.units else 0
+    counts.update((unit, name) for unit in range(count) for name in ("slice_wires", "slice_wires_reduce"))
+    return counts
+
+
+def guest_units(stage: StagePass) -> list[tuple[int, int]]:
+    """Units of other stages that act in a pass."""
+    return list(dict.fromkeys(op.unit for op in stage.ops if not isinstance(op.unit, int)))
+
+
+def _step_seconds(problem: Problem, taken: Sequence[_Taken]) -> float:
+    """See [Note: Problem]."""
+    seconds = sum(t.step_seconds for t in taken)
+    for last, times in problem.micro_batches:
+        seconds += times * _micro_batch_seconds(problem, taken, last, (False, True))
+    return seconds
+
+
+def _micro_batch_seconds(problem: Problem, taken: Sequence[_Taken], last: bool, passes: Sequence[bool]) -> float:
+    guests = {
+        unit: taken[unit[0]].options[unit[1]] for t in taken for stage in t.shape.passes for unit in guest_units(stage)
+    }
+    seconds = 0.0
+    if problem.overlap > 0:
+        clocks = start()
+        for backward in passes:
+            for t in reversed(taken) if backward else taken:
+                clocks = followed(clocks, t.matrix(backward, last, guests))
+        seconds += problem.overlap * end(clocks)
+    if problem.overlap < 1:
+        seconds += (1 - problem.overlap) * sum(t.serial_seconds(last, guests, passes) for t in taken)
+    return seconds
+
+
+def forward_seconds(problem: Problem, choice: tuple[StageChoice, ...]) -> float:
+    """The forward of one micro-batch alone."""
+    taken = [_Taken(table, stage) for table, stage in zip(problem.stages, choice, strict=True)]
+    return _micro_batch_seconds(problem, taken, LAST, (False,))

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from osdp.search.clock_rows import Which
 from osdp.search.highs import INFINITY, Answer, Program
-from osdp.search.kind import MIB, Chosen, ExactRow, Kind
-from osdp.search.problem import FloatArray, Problem, StageChoice
+from osdp.search.kind import MIB, Chosen, Column, ExactRow, Kind, Terms
+from osdp.search.problem import SECONDS, FloatArray, Problem, StageChoice, StageTable
+from osdp.search.streams import COMPUTE, WIRE
 
 _Part = tuple[Sequence[int], Sequence[float]]  # of a row: columns, and their values
 _GATHER, _REDUCTION = ("tail", "ahead_again"), ("head", "reducing")
@@ -45,18 +47,50 @@ class Group:
         return self.stop - self.first
 
 
-class Kinds:
-    """The kinds of stages of one problem: made once, for all programs over it."""
+_ABSENT = -1
 
-    def __init__(self, problem: Problem, scale: float) -> None:
+
+@dataclass
+class _Clocks:
+    """The columns of the clocks between two passes; None is the start of the step."""
+
+    columns: dict[int, int | None]
+    pace: int | None
+
+
+class Kinds:
+    """The kinds of stages of one problem: made once, for all programs over it.
+
+    `coarse` ones are for bounds: they have fewer columns. Without `timed` a program only asks whether anything fits.
+    """
+
+    def __init__(self, problem: Problem, scale: float, *, coarse: bool = False, timed: bool = True) -> None:
+        self.timed = timed
         self.scale = scale
-        found: dict[tuple[int, bool], Kind] = {}
+        latest = _STAGES_LATE * max(map(_most_seconds, {id(s.shapes): s for s in problem.stages}.values())) * scale
+        found: dict[int, Kind] = {}
         self.of_stage: list[Kind] = []
         for table in problem.stages:
-            key = id(table.shapes), table.exposed
+            key = id(table.shapes)
             if key not in found:
-                found[key] = Kind(table, problem, scale)
+                found[key] = Kind(table, problem, scale, latest, coarse=coarse, timed=timed)
             self.of_stage.append(found[key])
+
+
+_STAGES_LATE = 4  # a clock is never this many stages before another one of the same place
+
+
+def _most_seconds(stage: StageTable) -> float:
+    """More than what a stage takes in any choice, if nothing ran side by side."""
+    found = 1e-9
+    for shape in stage.shapes:
+        kernels = sum(each.seconds for each in shape.passes)
+        most = (
+            max(sum(abs(getattr(o, name).at(k)) for name in SECONDS for k in {1, o.slices}) for o in unit)
+            for unit in shape.units
+        )
+        found = max(found, kernels + 2 * sum(most))
+    return found
 
 
 class Model:
@@ -93,18 +127,101 @@ class Model:
         stepping = self._vector("stepping").tolist()
         self._within_limit([(range(len(stepping)), stepping), self._held(self._behind[0])])
         self._totals()
+        if not minimise_peak and problem.overlap > 0 and kinds.timed:
+            for last, times in problem.micro_batches:
+                self._clocks(last, times * problem.overlap)
+
+    # Time
+
+    def _clocks(self, last: bool, cost: float) -> None:
+        """[Constraint] the two streams of a micro-batch go through all passes; see [Note: Clock rows]."""
+        clocks = _Clocks({COMPUTE: None, WIRE: None}, None)
+        order = range(len(self.groups))
+        for backward in (False, True):
+            previous: Kind | None = None
+            for position in reversed(order) if backward else order:
+                if previous is not None and previous is not self.kinds[position]:
+                    self._leave_run(clocks, previous, (backward, last))
+                clocks = self._pass(position, (backward, last), clocks)
+                previous = self.kinds[position]
+            if previous is not None:
+                self._leave_run(clocks, previous, (backward, last))
+            clocks.pace = None
+        done = self.program.column(cost=cost)
+        for clock in (COMPUTE, WIRE):
+            self._after(done, clocks.columns.get(clock, _ABSENT), [])
+
+    def _pass(self, position: int, which: Which, before: _Clocks) -> _Clocks:
+        kind, size, start = self.kinds[position], self.groups[position].size, int(self.starts[position])
+        assert kind.clocks is not None
+        behind = _Clocks({}, None)
+        entries = [entry for entry in kind.clocks.entries[which] if entry.before in before.columns]
+        for clock in {entry.behind for entry in entries}:
+            behind.columns[clock] = self.program.column()
+        same = {entry.before: entry.terms for entry in entries if entry.before == entry.behind}
+        for entry in entries:
+            column, given = behind.columns[entry.behind], before.columns[entry.before]
+            if size == 1 or entry.before == entry.behind:
+                self._after(column, given, self._placed(start, entry.terms))
+                continue
+            stays = (entry.before, entry.least_over_before), (entry.behind, entry.least_over_behind)
+            for clock, over in stays:
+                if over is not None and clock in same:
+                    self._after(column, given, self._placed(start, same[clock]), over)
+        pace = kind.clocks.paces[which]
+        if pace is not None and COMPUTE in before.columns:
+            given = before.pace
+            if given is None:
+                given = self.program.column(lower=-INFINITY)
+                self._after(given, before.columns[COMPUTE], [], -pace.most_before)
+            behind.pace = self.program.column(lower=-INFINITY)
+            self._after(behind.pace, given, self._placed(start, pace.terms))
+        return behind
+
+    def _leave_run(self, clocks: _Clocks, kind: Kind, which: Which) -> None:
+        """The computation behind a run of alike stages comes after their pace."""
+        pace = kind.clocks.paces[which] if kind.clocks is not None else None
+        if pace is not None and clocks.pace is not None and clocks.columns.get(COMPUTE) is not None:
+            self._after(clocks.columns[COMPUTE], clocks.pace, [], pace.least_behind)
+        clocks.pace = None
+
+    def _placed(self, start: int, terms: Terms) -> list[tuple[int, float]]:
+        return [(self._column(start, column), value) for column, value in terms.items()]
+
+    def _after(self, column: int | None, given: int | None, terms: list[tuple[int, float]], more: float = 0.0) -> None:
+        """[Constraint] a clock comes after a given one (None: the start) by at least these terms."""
+        if given == _ABSENT or column is None:
+            return
+        columns = [column, *([] if given is None else [given]), *(each for each, _ in terms)]
+        values = [1.0, *([] if given is None else [-1.0]), *(-value for _, value in terms)]
+        self.program.row(columns, values, lower=more)
 
     def _columns(self, minimise_peak: bool) -> None:
         """[Constraint] within every group, what its kind of stage says, as often as it has stages."""
         program, sizes = self.program, [float(group.size) for group in self.groups]
+        foreign: list[tuple[int, float]] = []
         for kind, size, start in zip(self.kinds, sizes, self.starts[:-1].tolist(), strict=True):
             program.cost += [0.0] * len(kind) if minimise_peak else kind.cost
             program.upper += kind.upper if size == 1 else [size * upper if upper else 0.0 for upper in kind.upper]
             program.integer += kind.integer
             for terms, lower, upper in kind.rows:
-                columns = [start + column for column in terms]
+                columns = [self._column(start, column) for column in terms]
                 program.row(columns, list(terms.values()), lower=lower and lower * size, upper=upper and upper * size)
+            for key, cost in kind.foreign_cost.items() if not minimise_peak else ():
+                foreign.append((self._column(start, key), cost))
         program.lower += [0.0] * len(program.cost)
+        for column, cost in foreign:
+            program.cost[column] += cost
+
+    def _column(self, start: int, column: Column) -> int:
+        """The program's column of a kind's, whose first is at `start`; or that of another stage's unit."""
+        if isinstance(column, int):
+            return start + column
+        stage, unit, option, sharded = column
+        home = next(p for p, group in enumerate(self.groups) if group.first <= stage < group.stop)
+        chosen = self.kinds[home].units[0][unit][option]
+        assert self.groups[home].size == 1 and (chosen.sharded is not None or not sharded)
+        return int(self.starts[home]) + (chosen.sharded if sharded and chosen.sharded is not None else chosen.count)
 
     def _vector(self, name: str, first: int = 0, stop: int | None = None) -> FloatArray:
         return np.concatenate([kind.vector(name) for kind in self.kinds[first:stop]] or [np.zeros(0)])

@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from osdp.search.highs import INFINITY, Answer, solve
-from osdp.search.problem import Problem, ShapeTable, StageChoice, Verdict, evaluate
+from osdp.search.problem import SECONDS, Problem, ShapeTable, StageChoice, Verdict, evaluate
 from osdp.search.program import Group, Kinds, Model
 
 _TOLERANCE = 1e-9  # relative: what two sums of the same seconds in another order may differ by
@@ -69,10 +69,24 @@ def _runs(problem: Problem) -> Iterator[tuple[int, int]]:
 
 def relaxed_bound(problem: Problem, *, seconds: float = INFINITY) -> float:
     """A lower bound on the seconds of any choice that fits; infinite where none does."""
-    kinds = Kinds(problem, _scale(problem))
+    kinds = Kinds(problem, _scale(problem), coarse=True)
     groups = coarse_groups(problem)
     answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + seconds)[1]
-    return INFINITY if answer.status == "infeasible" else answer.bound / kinds.scale
+    return INFINITY if answer.status == "infeasible" else max(answer.bound / kinds.scale, _kernel_seconds(problem))
+
+
+def _kernel_seconds(problem: Problem) -> float:
+    """What the kernels of a step take at least: no choice is faster, whatever it does beside them."""
+    kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
+    least = {key: min(sum(each.seconds for each in s.passes) for s in shapes) for key, shapes in kinds.items()}
+    return problem.accumulation * sum(least[id(stage.shapes)] for stage in problem.stages) * (1 - _TOLERANCE)
+
+
+def may_fit(problem: Problem) -> bool:
+    """Whether the relaxation fits."""
+    kinds, groups = Kinds(problem, _scale(problem), coarse=True, timed=False), coarse_groups(problem)
+    answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + 60.0)[1]
+    return answer.status != "infeasible"
 
 
 def first_asked(groups: Sequence[Group]) -> set[int] | None:
@@ -278,7 +292,7 @@ def _shares(model: Model, relaxation: Answer) -> tuple[float, ...]:
 def lowest_peak(problem: Problem, *, seconds: float = 5.0) -> tuple[tuple[StageChoice, ...], Verdict]:
     """A choice that needs as little memory as any, whatever its seconds; of very many stages, nearly so."""
     groups = first_groups(problem)
-    kinds, rows = Kinds(problem, _scale(problem)), first_asked(groups)
+    kinds, rows = Kinds(problem, _scale(problem), coarse=True, timed=False), first_asked(groups)
     if rows is not None:
         return _nearly_lowest(problem, groups, kinds, rows)
     model = Model(problem, groups, kinds=kinds, minimise_peak=True)
@@ -310,9 +324,6 @@ def _nearly_lowest(
     return best
 
 
-_SECONDS = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
-
-
 def _scale(problem: Problem) -> float:
     """Seconds are scaled to a step of about a thousand, so that a gap of zero means what it says."""
     kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
@@ -322,8 +333,8 @@ def _scale(problem: Problem) -> float:
 
 def _least_seconds(shape: ShapeTable) -> float:
     """About what a stage takes at least: its kernels, and the quickest option of each unit."""
-    options = (min(sum(getattr(o, name).at(1) for name in _SECONDS) for o in unit) for unit in shape.units)
-    return shape.forward_seconds + shape.backward_seconds + sum(options)
+    options = (min(sum(getattr(o, name).at(1) for name in SECONDS) for o in unit) for unit in shape.units)
+    return sum(stage.seconds for stage in shape.passes) + sum(options)
 
 
 def arranged(

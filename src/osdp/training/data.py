@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from osdp.errors import UsageError
+from osdp.files import read_file, require_regular
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,6 +32,24 @@ TOKEN_DTYPES = ("uint16", "uint32")
 _ROUNDS = 4  # of the Feistel network: what Luby and Rackoff need for a permutation that looks random
 _LOOKED_AT = 1 << 26  # tokens that are looked at before training starts; every batch is looked at later
 _EDGE_BYTES = 1 << 20
+_FEW = 64  # tokens, of which half may be 0 by chance
+_MOST_ENCODED_BYTES = 4 << 30
+_NO_TEXT = (
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".csv",
+    ".tsv",
+    ".npz",
+    ".parquet",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".xz",
+    ".bz2",
+    ".zip",
+    ".pdf",
+)
 
 
 def demo_text() -> Path:
@@ -43,25 +62,43 @@ def open_tokens(path: Path, *, tokenizer: Path | None = None, dtype: str = "uint
 
     The tokens of a text are its bytes, or what the tokenizer makes of it.
     """
+    remedy = "give a file of text or tokens with --data"
     try:
-        size_bytes = path.stat().st_size
-        if path.is_dir() or size_bytes == 0:
-            what = "a folder" if path.is_dir() else "empty"
-            raise UsageError(f"the data {path} is {what}; give a file of text or tokens")
+        status = path.stat()
+        require_regular(path, status, remedy=remedy)
+        if status.st_size == 0:
+            raise UsageError(f"{path}: it is empty; {remedy}")
         if path.suffix == ".npy":
             return _npy(path)
         if path.suffix == ".bin":
-            return _bin(path, size_bytes, np.dtype(dtype))
-        return _encoded(path, tokenizer) if tokenizer else np.memmap(path, np.uint8, "r")
-    except OSError as error:
-        raise UsageError(f"cannot read the data {path}: {error.strerror or error}; correct --data") from None
+            return _bin(path, status.st_size, np.dtype(dtype))
+        _require_text(path)
+        return _encoded(path, status.st_size, tokenizer) if tokenizer else np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path!s:.200}: it cannot be read ({reason}); {remedy}") from None
+
+
+def _require_text(path: Path) -> None:
+    """Refuses what is no text by its name or its first bytes: bytes of an archive would be trained on as letters."""
+    if path.suffix.lower() in _NO_TEXT:
+        raise UsageError(
+            f"{path}: {path.suffix} is no text; write the texts alone to a .txt file, or their tokens to a .npy file"
+        )
+    with path.open("rb") as file:
+        if b"\0" in file.read(_EDGE_BYTES):
+            raise UsageError(
+                f"{path}: it has zero bytes, which text has not; give UTF-8 text, or tokens in .npy or .bin"
+            )
 
 
 def _npy(path: Path) -> Array:
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UsageError(f"{path} is cut short or is no .npy file ({error}); write it again") from None
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # a header that was changed raises many types
+        raise UsageError(f"{path} is cut short or is no .npy file ({str(error)[:200]}); write it again") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
         raise UsageError(
             f"{path} holds {tokens.dtype} of shape {tokens.shape}; give one dimension of whole numbers, such as uint16"
@@ -75,17 +112,27 @@ def _bin(path: Path, size_bytes: int, dtype: np.dtype[Any]) -> Array:
             f"{path} has {size_bytes:,} bytes, which is no whole number of {dtype} tokens: it is cut short, or its "
             f"tokens have another type; write it again, or give --token-dtype"
         )
-    return np.memmap(path, dtype, "r")
+    tokens = np.memmap(path, dtype, "r")
+    first = tokens[: _EDGE_BYTES // dtype.itemsize]
+    if dtype.itemsize == 2 and len(first) >= _FEW and not (first[::2].any() and first[1::2].any()):
+        raise UsageError(f"{path}: every other token is 0, as if its tokens were uint32; give --token-dtype uint32")
+    return tokens
 
 
-def _encoded(path: Path, tokenizer: Path) -> Array:
+def _encoded(path: Path, size_bytes: int, tokenizer: Path) -> Array:
+    if size_bytes > _MOST_ENCODED_BYTES:
+        raise UsageError(
+            f"{path}: it has {size_bytes:,} bytes, and at most {_MOST_ENCODED_BYTES:,} are encoded at the start; "
+            "encode it before, and give the tokens as .npy or .bin"
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise UsageError(f"--tokenizer {tokenizer} needs the package tokenizers: pip install tokenizers") from None
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    text_of_tokenizer = read_file(file, remedy="give a tokenizer.json or its folder with --tokenizer")
     try:
-        reader = Tokenizer.from_file(str(file))
+        reader = Tokenizer.from_str(text_of_tokenizer.decode())
     except Exception as error:  # the library raises Exception itself
         raise UsageError(f"{file} is no tokenizer ({error}); give a tokenizer.json or its folder") from None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -121,7 +168,7 @@ class Windows:
         """Windows one above the other; tokens that the model does not have are refused."""
         batch = np.stack([self[number] for number in numbers])
         if vocab is not None and (batch.max() >= vocab or batch.min() < 0):
-            raise UsageError(_too_many(int(batch.max()), vocab))
+            raise UsageError(_too_many(int(batch.max() if batch.max() >= vocab else batch.min()), vocab))
         return batch
 
     def check(self, vocab: int | None) -> None:
@@ -133,9 +180,10 @@ class Windows:
                 "shorter --seq-len"
             )
         for tokens in self.files:
-            highest = int(tokens[:_LOOKED_AT].max())
-            if vocab is not None and highest >= vocab:
-                raise UsageError(_too_many(highest, vocab))
+            first = tokens[:_LOOKED_AT]
+            highest, lowest = (int(first.max()), int(first.min())) if len(first) else (0, 0)
+            if lowest < 0 or (vocab is not None and highest >= vocab):
+                raise UsageError(_too_many(lowest if lowest < 0 else highest, vocab))
 
     @property
     def digest(self) -> str:
@@ -160,7 +208,9 @@ def _refuse_shrunk(tokens: Array) -> None:
             )
 
 
-def _too_many(token: int, vocab: int) -> str:
+def _too_many(token: int, vocab: int | None) -> str:
+    if token < 0 or vocab is None:
+        return f"the data has token {token:,}, and tokens are numbered from 0; write the data again"
     return (
         f"the data has token {token:,}, and the model knows {vocab:,} (0 to {vocab - 1:,}); train a model with a "
         "larger vocabulary, or make the tokens with its own --tokenizer"

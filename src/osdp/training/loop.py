@@ -145,12 +145,13 @@ class Trainer:
         norm = osdp.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        waited = time.perf_counter() - began - (time.thread_time() - computed)
-        numbers = self.world.all_numbers(
-            loss, self._data_seconds, waited, self.memory.peak_bytes(), saving, self.saves.under_way, wish.signal
-        )
-        losses, data_seconds, waits, peaks, savings, writing, stops = zip(*numbers, strict=True)
-        mean, seconds = sum(losses) / len(losses), time.perf_counter() - began
+        passed = time.perf_counter() - began
+        waited = passed - (time.thread_time() - computed)
+        times, peak = (passed, self._data_seconds, waited), self.memory.peak_bytes()
+        numbers = self.world.all_numbers(loss, *times, peak, saving, self.saves.under_way, wish.signal)
+        losses, passes, data_seconds, waits, peaks, savings, writing, stops = zip(*numbers, strict=True)
+        # a rank may begin a step before this one does: what it waited is part of the longest
+        mean, seconds = sum(losses) / len(losses), max(time.perf_counter() - began, *passes)
         if not math.isfinite(mean) or not math.isfinite(norm):
             self.saves.settle_after_failure()
             resumes = self.saves.resumes()

@@ -58,7 +58,7 @@ class Pace:
         return "; ".join([*self._time(), *self._memory()]) or None
 
     def _time(self) -> Iterator[str]:
-        seconds, predicted = self._median("seconds"), self._plan.predicted.expected_seconds
+        seconds, predicted = self._median("seconds"), self._plan.predicted.step_seconds
         if predicted <= 0 or abs(seconds - predicted) <= TOLERANCE * predicted:
             return
         ratio = f"{format_rate(seconds / predicted)} times the predicted {format_seconds(predicted)}"

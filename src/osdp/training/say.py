@@ -38,7 +38,7 @@ class Summary:
             steps=len(steps),
             first_loss=steps[0].loss,
             last_loss=steps[-1].loss,
-            predicted_step_seconds=plan.predicted.expected_seconds,
+            predicted_step_seconds=plan.predicted.step_seconds,
             measured_step_seconds=typical_seconds([step.timing for step in steps]),
             predicted_peak_bytes=plan.predicted.peak_bytes,
             measured_peak_bytes=max(step.timing.peak_bytes for step in steps),
@@ -65,7 +65,7 @@ def step_line(step: Step, steps: int, predicted_seconds: float) -> str:
 def step_document(step: Step, plan: Plan) -> dict[str, Any]:
     """What was measured of a step, flat, and what the plan expects of it."""
     fields, expected = asdict(step), plan.predicted
-    predicted = {"predicted_seconds": expected.expected_seconds, "predicted_peak_bytes": expected.peak_bytes}
+    predicted = {"predicted_seconds": expected.step_seconds, "predicted_peak_bytes": expected.peak_bytes}
     return {"event": "step", **fields.pop("timing"), **fields, **predicted}
 
 
@@ -119,7 +119,7 @@ class Speaker:
     def step(self, step: Step, plan: Plan) -> None:
         due = step.number % self._every == 0 or step.number == self._steps or step.validation_loss is not None
         if self._as_json or due:
-            self._line(step_document(step, plan), step_line(step, self._steps, plan.predicted.expected_seconds))
+            self._line(step_document(step, plan), step_line(step, self._steps, plan.predicted.step_seconds))
         if self._bar is not None:
             self._bar.update(0, completed=step.number, description=f"loss {step.loss:.4f}")
         if self._curves is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from osdp.cluster.schema import MOST_DEVICES
 from osdp.errors import OsdpError, UsageError
 
 # A hung peer is the watchdog's business, which knows what was being done; collectives give up later, as a last resort.
@@ -53,11 +55,13 @@ class World:
 def started(*, timeout_seconds: float) -> Iterator[World]:
     """The world that torchrun, or whoever sets its variables, describes; else a world of this process alone."""
     device = torch.device("cpu")
-    local_rank = _variable("LOCAL_RANK", 0)
+    size, local_size = _variable("WORLD_SIZE", 1, least=1), _variable("LOCAL_WORLD_SIZE", 1, least=1)
+    rank, local_rank = _variable("RANK", 0, below=size), _variable("LOCAL_RANK", 0, below=local_size)
+    if "RANK" in os.environ:
+        _variable("MASTER_PORT", 0, least=1, below=1 << 16)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    rank, size, local_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
     if size % local_size:
         raise UsageError(f"{size} ranks do not divide into nodes of {local_size}; start as many on every node")
     store = _met(device, rank, size, timeout_seconds)
@@ -112,8 +116,13 @@ def _meeting(store: dist.Store, rank: int, size: int, timeout_seconds: float) ->
     return own
 
 
-def _variable(name: str, default: int) -> int:
+def _variable(name: str, default: int, *, least: int = 0, below: int = MOST_DEVICES + 1) -> int:
+    """A whole number of the environment, written in the digits 0 to 9, within its limits."""
     text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise UsageError(f"the environment says {name}={text!r}, which is no whole number; start ranks with torchrun")
-    return int(text)
+    value = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+    if not least <= value < below:
+        raise UsageError(
+            f"the environment says {name}={text[:40]!r}, which is no whole number from {least} to {below - 1};"
+            " start ranks with torchrun"
+        )
+    return value

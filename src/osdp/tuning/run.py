@@ -54,7 +54,7 @@ class TriedPlan:
     @property
     def error(self) -> float:
         """How far the prediction lies above the measured step, as a part of it."""
-        return self.plan.predicted.expected_seconds / self.trial.step_seconds - 1
+        return self.plan.predicted.step_seconds / self.trial.step_seconds - 1
 
     @property
     def fits(self) -> bool:
@@ -65,7 +65,7 @@ class TriedPlan:
             "origin": self.origin,
             "batch_size": self.plan.batch_size,
             "accumulation": self.plan.accumulation,
-            "predicted_step_seconds": self.plan.predicted.expected_seconds,
+            "predicted_step_seconds": self.plan.predicted.step_seconds,
             "step_seconds": self.trial.step_seconds,
             "samples_per_second": self.samples_per_second,
             "predicted_peak_bytes": self.plan.predicted.peak_bytes,
@@ -179,7 +179,7 @@ class Tuner:
         self.tried.append(found)
         say(
             f"{origin}: a step takes {found.trial.step_seconds:.4g} s, "
-            f"{plan.predicted.expected_seconds:.4g} s predicted; "
+            f"{plan.predicted.step_seconds:.4g} s predicted; "
             f"{found.samples_per_second:.4g} samples/s"
         )
         return found
@@ -189,7 +189,7 @@ class Tuner:
 
     def _measured(self, tried: TriedPlan) -> MeasuredStep:
         def predict(cluster: Cluster) -> float:
-            return step_graph_of(replace(tried.plan, cluster=cluster), self.graph).simulated_seconds()
+            return step_graph_of(replace(tried.plan, cluster=cluster), self.graph).seconds
 
         return MeasuredStep(predict, tried.trial.step_seconds)
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated
 
-from osdp.cluster.link import require_positive
+from msgspec import Meta
+
+from osdp.cluster.schema import Seconds
 from osdp.errors import UsageError
+from osdp.files import check_fields
+
+Batch = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 @dataclass(frozen=True)
@@ -20,21 +25,17 @@ class TimedStage:
 
     signature: str
     name: str
-    batches: tuple[int, ...]
-    forward_seconds: tuple[float, ...]
-    backward_seconds: tuple[float, ...]
+    batches: tuple[Batch, ...]
+    forward_seconds: tuple[Seconds, ...]
+    backward_seconds: tuple[Seconds, ...]
 
     def __post_init__(self) -> None:
-        if not self.batches or list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
+        check_fields(self, remedy="profile again")
+        if not self.batches or list(self.batches) != sorted(set(self.batches)):
             raise UsageError(f"the batches of {self.name!r} are {self.batches} but must rise from 1; profile again")
         for key in ("forward_seconds", "backward_seconds"):
-            values = getattr(self, key)
-            if len(values) != len(self.batches) or any(value < 0 for value in values):
+            if len(getattr(self, key)) != len(self.batches):
                 raise UsageError(f"{key} of {self.name!r} needs one time for each of its batches; profile again")
-
-    def to_dict(self) -> dict[str, Any]:
-        lists = {key: list(getattr(self, key)) for key in ("batches", "forward_seconds", "backward_seconds")}
-        return {"signature": self.signature, "name": self.name, **lists}
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,11 @@ class TimedOptimizer:
     """Seconds of an optimizer's step: for every tensor that a rank holds a part of, and for every byte of those."""
 
     name: str
-    tensor_seconds: float
-    byte_seconds: float
+    tensor_seconds: Seconds
+    byte_seconds: Annotated[float, Meta(gt=0, le=1e9)]
 
     def __post_init__(self) -> None:
-        require_positive("byte_seconds", self.byte_seconds, f"profile optimizer {self.name!r} again")
-        if self.tensor_seconds != 0:
-            require_positive("tensor_seconds", self.tensor_seconds, f"profile optimizer {self.name!r} again")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "tensor_seconds": self.tensor_seconds, "byte_seconds": self.byte_seconds}
+        check_fields(self, remedy=f"profile optimizer {self.name!r} again")
 
 
 def between(batches: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:

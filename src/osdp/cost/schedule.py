@@ -1,10 +1,14 @@
-"""The order in which a step's collectives are issued: what FSDP2's hooks do at every mark, gone through once.
+"""The schedule of a step: what FSDP2's hooks do at every mark of the trace, as typed events in issue order.
+
+One pass over the marks makes it. The collectives of a step, the two streams' clocks, the search's time rows and the
+positions from which memory lifetimes follow are read off these events.
 
 [Note: Issue order]
 Where a unit is entered, its gather is issued unless it was already, then that of the unit after it (see [Note:
-Prefetch] in osdp.cost.holds). Where backward leaves a unit, it is reduced. The slices of a split operator are pieces of
-their own that take turns: in forward the first one first, in backward the last one first, each reduced before the one
-before it is reached. A whole unit that has no gradient for its inputs, an embedding, is left when backward has ended.
+Prefetch] in osdp.cost.holds). Where backward leaves a unit, it is reduced. The slices of a split operator are
+pieces of their own that take turns: in forward the first one first, in backward the last one first, each reduced
+before the one before it is reached. A whole unit that has no gradient for its inputs, an embedding, is left when
+backward has ended.
 
 A unit that is called several times is freed and gathered again with every call in forward; backward gathers it once,
 and it is reduced when the last of its calls is left. Each call issues the next unit's gather, in both directions,
@@ -17,18 +21,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
 from osdp.cost.layout import Layout
 from osdp.cost.units import Option, Unit, is_kept
-from osdp.model.graph import Mark
-from osdp.planfile import REPLICATE, backward_order
+from osdp.engine import Engine
+from osdp.model.graph import Mark, Stretch
+from osdp.planfile import FREE, REPLICATE, backward_order
 
-GATHER, GATHER_AGAIN, REDUCE = "gather", "gather_again", "reduce"
+
+class Do(Enum):
+    """What an event does."""
+
+    GATHER = "gather"  # the unsharded parameters are asked for, from what is held always
+    GATHER_AGAIN = "gather_again"  # from what forward left behind
+    ENTER = "enter"  # computation needs the unsharded parameters: it waits for the gather and copies them out
+    ENTER_AGAIN = "enter_again"  # the same in backward, or in a second forward
+    COMPUTE = "compute"  # the kernels of a stage's pass, from one mark to another
+    REDUCE = "reduce"  # gradients are copied in, and their reduction begins
 
 
-class Issued(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """One collective as it is issued: `nbytes` is the full, unsharded size, as `Cluster.collective_seconds` has it."""
 
     kind: str
@@ -62,12 +77,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Issue:
-    """A piece's collectives, issued in a visit: a gather of what is held always, or after forward, or a reduction."""
+class Event:
+    """One event of a stage's pass: of a `piece`, or the computation of `segments` (the first, and behind the last)."""
 
+    do: Do
     visit: int
-    piece: Piece
-    what: str
+    piece: Piece | None = None
+    segments: tuple[int, int] = (0, 0)
 
 
 def pieces_of(units: Sequence[Unit], options: Sequence[Option]) -> list[list[Piece]]:
@@ -93,35 +109,44 @@ def _slice(unit: Unit, slices: int, index: int) -> Unit:
     return replace(unit, parameters=tuple(cut))
 
 
-def issue_order(layout: Layout, options: Sequence[Option]) -> list[Issue]:
-    """All that one micro-batch issues, in order; see [Note: Issue order]."""
-    walk = _Walk(layout, options)
-    for number, (visit, mark) in enumerate(walk.marks):
-        if mark.name in walk.unit_of:
-            walk.visit = visit
+def schedule(layout: Layout, options: Sequence[Option], engine: Engine) -> list[Event]:
+    """The events of one micro-batch, in issue order; see [Note: Issue order]."""
+    walk = _Walk(layout, options, engine)
+    for number, (visit, segment, mark) in enumerate(walk.marks):
+        walk.at(visit, segment)
+        if mark.name in walk.unit_of and mark.kind != "gradient":
             act = walk.forward if visit < len(layout.shaped) else walk.backward
             act(walk.unit_of[mark.name], mark, number)
-    return walk.issues
+    walk.finish()
+    return walk.events
+
+
+def full_schedule(layout: Layout, engine: Engine) -> list[Event]:
+    """The schedule with every event that any option can have: nothing is split, and all is freed after forward."""
+    return schedule(layout, [Option(FREE)] * len(layout.units), engine)
 
 
 class _Walk:
     """What is gathered while the marks of a step are gone through."""
 
-    def __init__(self, layout: Layout, options: Sequence[Option]) -> None:
+    def __init__(self, layout: Layout, options: Sequence[Option], engine: Engine) -> None:
         self.pieces = pieces_of(layout.units, options)
-        self.issues: list[Issue] = []
-        self.visit = 0
+        self.events: list[Event] = []
         self.marks = _marks(layout)
+        self.visit = self._segment = self._computed = 0
+        self._lengths = [len(segments) for segments in _passes(layout)]
+        self._engine = engine
         self.unit_of = {name: index for index, unit in enumerate(layout.units) for name in unit.modules}
         self._modules = [set(unit.modules) for unit in layout.units]
         self._gathered: set[Piece] = set()
         self._done: set[Piece] = set()  # left by backward
+        self._held: set[Piece] = set()  # entered by backward or a second forward
         self._freed: set[Piece] = set()  # after forward, by modes that then hold less than a copy
         self._inside: dict[int, set[str]] = {}  # units that forward has entered, with the modules that have yet to run
         self._closed: set[str] = set()  # modules that were the last of their units to run: backward reaches these there
         self._reached: set[int] = set()
-        turn = next(number for number, (visit, _) in enumerate(self.marks) if visit >= len(layout.shaped))
-        backward = [mark for _, mark in self.marks[turn:]]
+        turn = next(number for number, (visit, _, _) in enumerate(self.marks) if visit >= len(layout.shaped))
+        backward = [mark for _, _, mark in self.marks[turn:]]
         self._leave_again = self._last_leaves(turn)
         self._awaited = self._awaited_units(backward)
         self._calls = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
@@ -131,11 +156,32 @@ class _Walk:
         self._next = dict(pairwise(piece for _, index in entered for piece in self.pieces[index]))
         self._next_back = dict(pairwise(piece for index in left for piece in reversed(self.pieces[index])))
 
+    def at(self, visit: int, segment: int) -> None:
+        """Moves on to a segment: those before it have been computed once the next event comes."""
+        if visit != self.visit:
+            self._compute(self._lengths[self.visit])
+            self.visit, self._computed = visit, 0
+        self._segment = segment
+
+    def finish(self) -> None:
+        for visit in range(self.visit, len(self._lengths)):
+            self.at(visit, 0)
+            self._compute(self._lengths[visit])
+
+    def _compute(self, stop: int) -> None:
+        if stop > self._computed:
+            self.events.append(Event(Do.COMPUTE, self.visit, None, (self._computed, stop)))
+            self._computed = stop
+
+    def _emit(self, do: Do, piece: Piece) -> None:
+        self._compute(self._segment)
+        self.events.append(Event(do, self.visit, piece))
+
     def _last_leaves(self, turn: int) -> dict[int, int]:
         """Units, each with the mark at which backward leaves the last of its modules."""
         return {
             self.unit_of[mark.name]: number
-            for number, (_, mark) in enumerate(self.marks)
+            for number, (_, _, mark) in enumerate(self.marks)
             if number >= turn and mark.kind == "leave" and not mark.again and mark.name in self.unit_of
         }
 
@@ -157,9 +203,14 @@ class _Walk:
         pieces = self.pieces[index]
         if mark.kind == "enter" and index not in self._inside:  # of several modules the first one prefetches
             self._inside[index] = set(self._modules[index])
+            ahead = pieces[0] in self._gathered  # its own was issued by the unit before
             for piece in pieces:
                 self._gather(piece)
-                self._prefetch(self._next.get(piece))
+                following = self._next.get(piece)
+                if ahead and len(pieces) == 1 and self._engine.gathers_before_waiting:
+                    self._prefetch(following)
+                self._emit(Do.ENTER_AGAIN if piece in self._freed else Do.ENTER, piece)
+                self._prefetch(following)
                 if len(pieces) > 1:
                     self._free_unless_kept(piece)
         elif mark.kind == "leave" and index in self._inside:
@@ -187,6 +238,7 @@ class _Walk:
         """A second forward issues as the first did, but for the piece whose backward has begun."""
         for piece in self.pieces[index]:
             self._gather(piece)
+            self._enter_again(piece)
             if index not in self._reached or piece is not self.pieces[index][-1]:
                 self._prefetch(self._next.get(piece))
         if self._awaited[index]:
@@ -196,7 +248,14 @@ class _Walk:
 
     def _reach(self, piece: Piece) -> None:
         self._gather(piece)
+        self._enter_again(piece)
         self._prefetch(self._next_back.get(piece))
+
+    def _enter_again(self, piece: Piece) -> None:
+        """Backward waits for a gather once: it stays until it is reduced."""
+        if piece not in self._held:
+            self._held.add(piece)
+            self._emit(Do.ENTER_AGAIN, piece)
 
     def _go_back(self, index: int) -> None:
         """The backward of slices, the last of which is reached: each is reduced before the one before it is reached."""
@@ -215,7 +274,7 @@ class _Walk:
     def _gather(self, piece: Piece) -> None:
         if piece not in self._gathered:
             self._gathered.add(piece)
-            self.issues.append(Issue(self.visit, piece, GATHER_AGAIN if piece in self._freed else GATHER))
+            self._emit(Do.GATHER_AGAIN if piece in self._freed else Do.GATHER, piece)
 
     def _free_unless_kept(self, piece: Piece) -> None:
         if not is_kept(piece.mode):
@@ -226,11 +285,19 @@ class _Walk:
         self._gathered.discard(piece)
         self._freed.discard(piece)
         self._done.add(piece)
-        self.issues.append(Issue(self.visit, piece, REDUCE))
+        self._emit(Do.REDUCE, piece)
 
 
-def _marks(layout: Layout) -> list[tuple[int, Mark]]:
-    """The marks of a step, each with its visit."""
+def _passes(layout: Layout) -> list[tuple[Stretch, ...]]:
+    """The segments of every pass of a step, by visit."""
     passes = [shaped.trace.forward for shaped in layout.shaped]
-    passes += [shaped.trace.backward for shaped in reversed(layout.shaped)]
-    return [(visit, stretch.mark) for visit, stretches in enumerate(passes) for stretch in stretches]
+    return passes + [shaped.trace.backward for shaped in reversed(layout.shaped)]
+
+
+def _marks(layout: Layout) -> list[tuple[int, int, Mark]]:
+    """The marks of a step, each with its visit and the segment that it opens."""
+    return [
+        (visit, number, segment.mark)
+        for visit, segments in enumerate(_passes(layout))
+        for number, segment in enumerate(segments)
+    ]

@@ -1,0 +1,118 @@
+"""The seconds of a unit's option on the two streams, as lines in the number of its sharded slices.
+
+[Note: Slices in turn]
+The slices of an operator take turns. The first gather is issued by the unit before; while a slice computes, the next
+one is gathered, and in backward the last one is reduced, so of n slices each of the first n - 1 takes the longer of
+its kernels and these collectives. The next unit's gather is issued with the last slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from osdp.cluster import Cluster
+from osdp.cost.holds import Places
+from osdp.cost.seconds import Collective, Compute, slice_work
+from osdp.cost.training import Training
+from osdp.cost.units import Option, Unit
+from osdp.planfile import REPLICATE
+from osdp.search.problem import Seconds
+
+Lines = dict[str, Any]  # by the names of `UnitOption`, each a `Seconds`
+
+
+class SliceWires(NamedTuple):
+    """Seconds on the wire of one sharded slice, and of the reduction of a replicated one."""
+
+    slices: int
+    gather: float
+    gather_again: float
+    reduce: float
+    replica_reduce: float
+
+
+def option_lines(
+    unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster
+) -> tuple[Lines, SliceWires]:
+    """What does not depend on the batch size, and what slices' turns depend on."""
+    own = slice_work(unit, option, option.mode, places, training, cluster)
+    slices = option.slices
+    replicated = option.mode == REPLICATE
+    rest = own if slices == 1 else slice_work(unit, option, REPLICATE, places, training, cluster)
+
+    def line(own: float, other: float) -> Seconds:
+        """`own` for each sharded slice, `other` for each of the rest."""
+        return Seconds(slices * own) if replicated or slices == 1 else Seconds(slices * other, own - other)
+
+    wires = SliceWires(slices, *(_wire(each) for each in (own.gather, own.gather_again, own.reduce, rest.reduce)))
+    sent = line(wires.gather + wires.gather_again, 0.0)
+    reduced = line(wires.reduce, wires.replica_reduce)
+    found = {
+        "gather": Seconds(wires.gather),
+        "gather_again": Seconds(wires.gather_again),
+        "reduce": Seconds(wires.reduce),
+        "copy": line(_copies(own.gather), _copies(rest.gather)),
+        "copy_again": line(_copies(own.gather_again), _copies(rest.gather_again)),
+        "copy_reduce": line(_copies(own.reduce), _copies(rest.reduce)),
+        "step": line(own.step_seconds, rest.step_seconds),
+    }
+    if slices > 1:
+        found["slice_wires"] = Seconds(sent.base - wires.gather - wires.gather_again, sent.slope)
+        found["slice_wires_reduce"] = Seconds(reduced.base - wires.reduce, reduced.slope)
+    return found, wires
+
+
+def _wire(work: Sequence[Collective]) -> float:
+    return sum(collective.seconds for collective in work)
+
+
+def _copies(work: Sequence[Collective]) -> float:
+    return sum(collective.copy_seconds + collective.taken_seconds for collective in work)
+
+
+class Kernels(NamedTuple):
+    """The seconds of a unit's own kernels in both passes, at one batch size."""
+
+    forward: float
+    backward: float
+
+    @staticmethod
+    def of(places: Places, forward: Compute, backward: Compute, low: int, high: int) -> Kernels:
+        """The kernels between where a unit is entered and left; `low` and `high` as in `Compute.between`."""
+        spans = (forward, places.enter, places.leave), (backward, places.enter_again, places.leave_again)
+        found = []
+        for compute, enter, leave in spans:
+            inside = enter is not None and leave is not None and enter.visit == leave.visit
+            found.append(compute.between(enter.slot // 3, leave.slot // 3, low, high) if inside else 0.0)  # type: ignore[union-attr]
+        return Kernels(*found)
+
+
+def slice_lines(wires: SliceWires, kernels: Kernels, *, replicated: bool) -> Lines:
+    """What slices' turns take; see [Note: Slices in turn]."""
+    slices = wires.slices
+    if slices == 1:
+        return {}
+    first, again = kernels.forward / slices, kernels.backward / slices
+    gathered = _waits(wires.gather, first), _waits(wires.gather_again, again)
+    reduced = _waits(wires.gather_again + wires.reduce, again) - gathered[1]
+    replica = _waits(wires.replica_reduce, again)
+
+    def turns(own: float, other: float) -> Seconds:
+        """The waits of all turns but one sharded slice's."""
+        return Seconds((slices - 1) * own) if replicated else Seconds(slices * other - own, own - other)
+
+    def run(kernels: float, waits: Seconds) -> Seconds:
+        return Seconds((slices - 1) * kernels + waits.base, waits.slope)
+
+    return {
+        "slice_run": run(first, turns(gathered[0], 0.0)),
+        "slice_rest": Seconds(-(slices - 1) * first),
+        "slice_run_again": run(again, turns(gathered[1], 0.0)),
+        "slice_rest_again": Seconds(-(slices - 1) * again),
+        "slice_reduce": turns(replica if replicated else reduced, replica),
+    }
+
+
+def _waits(wire: float, kernels: float) -> float:
+    return max(0.0, wire - kernels)

@@ -1,0 +1,23 @@
+"""The engines that can run a plan, as values: what each does beside FSDP2's own order of things."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How collectives are carried out.
+
+    `gathers_before_waiting`: forward issues the next unit's gather before it waits for its own.
+    `reduces_before_waiting`: a reduction begins before the one before it is waited for.
+    """
+
+    name: str
+    gathers_before_waiting: bool
+    reduces_before_waiting: bool
+
+
+STOCK = Engine("fsdp2", gathers_before_waiting=False, reduces_before_waiting=False)
+ASYNC_GLOO = Engine("async-gloo", gathers_before_waiting=True, reduces_before_waiting=True)
+ENGINES = {engine.name: engine for engine in (STOCK, ASYNC_GLOO)}

@@ -1,0 +1,187 @@
+"""The traced runs of one fake model: plain ones at a few batch sizes, and those with blocks recomputed.
+
+[Note: Batches]
+Batches 1 and 2 draw the lines of [Note: Growth]. Where batch 1 does not run (a batch norm over one value) or takes
+kernels of its own, 2 and 3 do. Where no line fits (a contrastive loss compares every sample with every other), the
+graph is of one batch size, and plans are for that one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from osdp._torch import FakeTensorMode
+from osdp.model.assemble import Cut, GrowingTrace, cut_stages, fit_growth
+from osdp.model.fake import (
+    DTYPES,
+    fake_copy,
+    same_draws,
+    sequences_not_packed,
+    settled,
+    torch_says_nothing,
+    without_layerdrop,
+)
+from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss
+from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
+from osdp.model.trace import RawTrace, run_trace
+from osdp.model.values import NOT_DROPPED, Values, fake_of
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs one traced step of a fake model at a batch size."""
+
+    model: nn.Module
+    inputs: Inputs
+    loss: Callable[[Any], Tensor] | None
+    mode: FakeTensorMode
+    blocks: Sequence[str]
+    dtype: torch.dtype
+    layers_dropped: bool
+    root_is_operator: bool  # see [Note: Uncalled] in capture.py
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        inputs: Inputs,
+        loss: Callable[[Any], Tensor] | None,
+        dtype: str,
+        mode: FakeTensorMode,
+        *,
+        cut: Callable[[nn.Module], None],
+        root_is_operator: bool,
+    ) -> Runner:
+        with mode:
+            fake = fake_copy(model, DTYPES[dtype])
+            dropped = without_layerdrop(fake)
+            settled(fake)
+            cut(fake)
+        return Runner(fake, inputs, loss, mode, own_blocks(fake), DTYPES[dtype], bool(dropped), root_is_operator)
+
+    @property
+    def operators(self) -> set[str]:
+        found = {name for name, module in self.model.named_modules() if owns_parameters(module)}
+        return found | {""} if self.root_is_operator else found
+
+    def plain(self, batch: int) -> RawTrace:
+        return self._run(batch, (), book_saved=True)
+
+    def check(self, batch: int) -> RawTrace:
+        return self._run(batch, (), book_saved=False)
+
+    def recomputed(self, batch: int, blocks: Sequence[str]) -> RawTrace:
+        return self._run(batch, [self.model.get_submodule(block) for block in blocks], book_saved=False)
+
+    def _run(self, batch: int, recompute: Sequence[nn.Module], book_saved: bool) -> RawTrace:
+        inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
+        with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
+            args, kwargs = map_tensors(fake_of, inputs)
+            with sequences_not_packed(kwargs):
+                trace = run_trace(
+                    self.model,
+                    args,
+                    kwargs,
+                    loss=self.loss or output_loss,
+                    watched=watched(self.model, self.blocks, self.operators),
+                    recompute=recompute,
+                    book_saved=book_saved,
+                    cast=units_of(self.model, self.blocks),
+                    input_dtype=self.dtype,
+                )
+        trace.assumptions = [*([f"{NOT_DROPPED} (layerdrop)"] if self.layers_dropped else []), *values.assumptions]
+        return trace
+
+
+def watched(model: nn.Module, blocks: Sequence[str], more: Iterable[str] = ()) -> dict[str, nn.Module]:
+    """The modules whose entering and leaving is marked: blocks, their parts, operators, and those in `more`."""
+    modules = dict(model.named_modules())
+    parts = [part for block in blocks for part in find_parts(modules[block], block)]
+    names = {*blocks, *parts, *more}
+    return {name: module for name, module in modules.items() if name in names or owns_parameters(module)}
+
+
+def units_of(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """The modules whose floating inputs FSDP2 casts: the model, its blocks, and the operators outside them."""
+    modules = dict(model.named_modules())
+    inside = {name for block in blocks for name in operators_below(modules[block], block)}
+    outside = [m for name, m in modules.items() if name and owns_parameters(m) and name not in inside]
+    return [model, *(modules[block] for block in blocks if block), *outside]
+
+
+def growing(
+    run: Callable[[int], RawTrace], *, third: bool, check: Callable[[int], None]
+) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
+    """Captures at two batch sizes, `third`: and at one more; see [Note: Batches].
+
+    `check` is given a size that the lines were not drawn through: it checks them too.
+    """
+    try:
+        raw = {1: run(1)}
+    except Exception:
+        raw = {}  # batch 2 runs, or says why not
+    raw[2] = run(2)
+    differs = 1 not in raw or raw[1].marks != raw[2].marks or raw[1].mark_kernel != raw[2].mark_kernel
+    check(4 if differs else 3)
+    if differs:
+        raw.pop(1, None)
+        raw[3] = run(3)
+    if third:
+        raw[max(raw) + 1] = run(max(raw) + 1)
+    return tuple(raw), raw
+
+
+@dataclass
+class Recomputed:
+    """The trace with blocks recomputed, those blocks, and a line for every kind of block that cannot be."""
+
+    trace: GrowingTrace | None = None
+    cuts: list[Cut] | None = None
+    blocks: frozenset[str] = frozenset()
+    notes: list[str] = field(default_factory=list)
+
+
+def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
+    """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option."""
+    found = Recomputed()
+    every = [cut.block for cut in cuts if cut.block is not None]
+    try:
+        return _recomputed(run, batches, every, cuts)
+    except Exception as error:
+        kinds: dict[str, list[str]] = {}
+        for block in every:
+            kinds.setdefault(type(run.model.get_submodule(block)).__name__, []).append(block)
+        if len(kinds) == 1:
+            found.notes.append(_cannot(next(iter(kinds)), error))
+            return found
+    able: list[str] = []
+    for kind, blocks in kinds.items():
+        try:
+            found = _recomputed(run, batches, [*able, *blocks], cuts, notes=found.notes)
+            able.extend(blocks)
+        except Exception as error:
+            found.notes.append(_cannot(kind, error))
+    return found
+
+
+def _cannot(kind: str, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+    return f"{kind} blocks are not recomputed: a second forward of one does not repeat the first ({reason})"
+
+
+def _recomputed(
+    run: Runner,
+    batches: Sequence[int],
+    blocks: Sequence[str],
+    cuts: Sequence[Cut],
+    notes: Sequence[str] = (),
+) -> Recomputed:
+    trace = fit_growth({batch: run.recomputed(batch, blocks) for batch in batches[:2]})
+    found = cut_stages(trace, run.blocks, run.operators)
+    if found is None or [cut.block for cut in found] != [cut.block for cut in cuts]:
+        raise CaptureError("its backward runs in another order")
+    return Recomputed(trace, found, frozenset(blocks), list(notes))

@@ -1,0 +1,129 @@
+"""Steps that end early: by `break`, by an exception in a micro-batch, or by a backward that fails.
+
+[Note: Steps that end early]
+Units that the plan reduces once keep their gradients unsharded until the last micro-batch. Where the loop is left
+before that, they are reduced as it is left: `.grad` then is what the micro-batches that ran have given, as in a single
+process. A forward that fails leaves no gradients, so only FSDP2's state is cleared. A backward that fails leaves
+gradients of a part of the model, on top of those of micro-batches before: the step is lost. Its unreduced gradients are
+dropped, and `.grad` must be cleared by `optimizer.zero_grad()`; until then the next forward and the optimizer's step
+are refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from osdp._torch.fsdp import (
+    FSDPModule,
+    FSDPParamGroup,
+    backward_broke,
+    drop_gradients,
+    forward_broke,
+    has_unreduced,
+    reduce_unreduced,
+)
+from osdp.errors import UsageError
+from osdp.runtime.courier import Reductions
+from osdp.runtime.unused import Unused
+
+
+class Recovery:
+    """Keeps a model's gradients whole or refused; see [Note: Steps that end early]."""
+
+    def __init__(
+        self, model: FSDPModule, groups: Sequence[FSDPParamGroup], reductions: Reductions | None, unused: Unused | None
+    ) -> None:
+        self._model, self._groups, self._reductions, self._unused = model, groups, reductions, unused
+        self._is_lost = False  # a backward failed, and its gradients may still be there
+        _watch_optimizers()
+        _all.add(self)
+
+    def before_forward(self, *unused: object) -> None:
+        """Clears away what a pass that failed, and was caught, has left behind."""
+        self._clear()
+        if torch.is_grad_enabled():
+            self._refuse_lost()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuses to step with gradients that are not whole, and frees gathered copies, which the step makes stale.
+
+        A forward without a backward leaves such copies: the next forward would compute with them.
+        """
+        gathered = [group for group in self._groups if not group.is_sharded]
+        unreduced = [group for group in self._groups if has_unreduced(group)]
+        unfinished = gathered or unreduced or self._is_lost or backward_broke(self._model)
+        if not unfinished or not self._owns(optimizer):
+            return
+        self._clear()
+        self._refuse_lost()
+        for group in gathered:
+            group.reshard()
+        if any(has_unreduced(group) for group in self._groups):
+            raise UsageError(
+                f"optimizer.step() came before the end of osdp.accumulate, when {len(unreduced)} units are not reduced"
+                " yet; step after the loop, and, if the iterator has a name, call its close() where it is left early"
+            )
+
+    def leave(self) -> None:
+        """Ends the micro-batches of a step: what is not reduced yet, as the last one did not come or failed, is."""
+        if self._is_lost or backward_broke(self._model):
+            return
+        try:
+            self._clear()
+            unreduced = [group for group in self._groups if has_unreduced(group)]
+            if unreduced:
+                reduce_unreduced(unreduced)
+        except Exception:  # a rank is gone: the loop is left by that error already, and the step is lost
+            self._is_lost = True
+            for group in self._groups:
+                drop_gradients(group)
+
+    def _clear(self) -> None:
+        broke = backward_broke(self._model)
+        if not (broke or forward_broke(self._model)):
+            return
+        if broke:
+            self._is_lost = True
+            if self._reductions is not None:
+                self._reductions.abandon()
+            if self._unused is not None:
+                self._unused.forget()
+        self._model.reset_iter_state()
+        for group in self._groups if broke else ():
+            drop_gradients(group)
+
+    def _refuse_lost(self) -> None:
+        if not self._is_lost:
+            return
+        if any(param.sharded_param.grad is not None for group in self._groups for param in group.fsdp_params):
+            raise UsageError(
+                "the last backward failed and left gradients of a part of the model; call optimizer.zero_grad(), with"
+                " its default set_to_none=True, and begin the step again"
+            )
+        self._is_lost = False
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        own = {param.sharded_param for group in self._groups for param in group.fsdp_params}
+        return any(parameter in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+_all: weakref.WeakSet[Recovery] = weakref.WeakSet()
+_is_watching = False
+
+
+def _watch_optimizers() -> None:
+    global _is_watching
+    if not _is_watching:
+        register_optimizer_step_pre_hook(_before_step)
+        _is_watching = True
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for recovery in list(_all):
+        recovery.before_step(optimizer)

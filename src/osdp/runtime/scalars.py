@@ -1,0 +1,19 @@
+"""Parameters without dimensions, such as the temperature of a contrastive loss: FSDP2 shards none.
+
+They get one dimension of size 1, which broadcasts alike; torch loads such a tensor into a parameter without dimensions.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def give_scalars_a_dimension(model: nn.Module) -> None:
+    """In place; a parameter that several modules share stays one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 0:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad)
+                module._parameters[key] = made[parameter]

@@ -1,0 +1,209 @@
+"""Claim: a step that ends early trains as in a single process, or is refused by a sentence.
+
+The micro-batches of a step are left by `break` or by an exception that is caught, before, in and after forward, outside
+and inside of the loop; or a backward fails. Losses, gradients and weights of all steps are compared with those of one
+process that does the same, on two, three and 2 x 2 ranks, with both
+engines, for units that are reduced once and for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from odd_models import Model, Twice, built, data
+from planned import whole_gradients, whole_parameters
+from ranks import run_ranks
+from torch import Tensor, nn
+from trained import Trained, same, sgd, three_plans
+
+import osdp
+from osdp.errors import OsdpError
+from osdp.planfile import Plan
+
+TIMES, EACH = 3, 12  # micro-batches of a step, and samples in each
+STEPS, EARLY = 3, 1  # the step that ends early
+
+
+class Wrong(Exception):
+    """What goes wrong in a micro-batch."""
+
+
+class Failing:
+    """Raises in the forward or the backward of the model's second block, when it is told to."""
+
+    def __init__(self, model: Any) -> None:
+        self.now = ""
+        model.blocks[1].register_forward_hook(lambda *_: self._check("forward"))
+        model.blocks[1].register_full_backward_hook(lambda *_: self._check("backward"))
+
+    def _check(self, place: str) -> None:
+        if self.now == place:
+            raise Wrong(place)
+
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+Loss = Callable[[tuple[Tensor, Tensor]], Tensor]
+Way = Callable[[Iterator[Any], Loss, Failing, torch.optim.Optimizer], None]
+
+
+def by_break(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    for index, batch in enumerate(batches):
+        loss(batch).backward()
+        if index == 1:
+            break
+
+
+def at_once(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    for _ in batches:
+        break
+
+
+def before_forward(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    with contextlib.suppress(Wrong):
+        for index, batch in enumerate(batches):
+            if index == 1:
+                raise Wrong
+            loss(batch).backward()
+
+
+def before_backward(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    with contextlib.suppress(Wrong):
+        for index, batch in enumerate(batches):
+            value = loss(batch)
+            if index == 2:
+                raise Wrong
+            value.backward()
+
+
+def in_forward(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    with contextlib.suppress(Wrong):
+        for index, batch in enumerate(batches):
+            failing.now = "forward" if index == 1 else ""
+            loss(batch).backward()
+    failing.now = ""
+
+
+def skipped(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    """Inside of the loop: the second micro-batch fails, and the last, after which units would be reduced."""
+    for index, batch in enumerate(batches):
+        failing.now = "forward" if index else ""
+        with contextlib.suppress(Wrong):
+            loss(batch).backward()
+    failing.now = ""
+
+
+def one_skipped(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    for index, batch in enumerate(batches):
+        failing.now = "forward" if index == 0 else ""
+        with contextlib.suppress(Wrong):
+            loss(batch).backward()
+
+
+def in_backward(batches: Iterator[Any], loss: Loss, failing: Failing, optimizer: torch.optim.Optimizer) -> None:
+    """The step is lost: its gradients are dropped, and the next one begins anew."""
+    with contextlib.suppress(Wrong):
+        for index, batch in enumerate(batches):
+            failing.now = "backward" if index == 1 else ""
+            loss(batch).backward()
+    failing.now = ""
+    optimizer.zero_grad()
+
+
+WAYS = (by_break, at_once, before_forward, before_backward, in_forward, skipped, one_skipped, in_backward)
+
+
+def train(model: nn.Module, way: Way) -> Trained:
+    """Three steps; the second one ends early."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    optimizer, losses, failing = sgd(model.parameters()), [], Failing(model)
+
+    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
+        value = model(*batch) / TIMES
+        losses.append(value.item())
+        return value
+
+    for step in range(STEPS):
+        whole = zip(*(t.chunk(TIMES) for t in data(TIMES * EACH, seed=step)), strict=True)
+        batches = [(tokens.chunk(ranks)[rank], targets.chunk(ranks)[rank]) for tokens, targets in whole]
+        optimizer.zero_grad()
+        each: Any = osdp.accumulate(model, batches) if ranks > 1 else iter(batches)
+        if step == EARLY:
+            way(each, loss, failing, optimizer)
+            del each
+        else:
+            for batch in each:
+                loss(batch).backward()
+        gradients = whole_gradients(model)
+        optimizer.step()
+    mean = torch.tensor(losses)
+    if ranks > 1:
+        dist.all_reduce(mean)
+    return Trained((mean / ranks).tolist(), gradients, whole_parameters(model))
+
+
+def on_ranks(kind: type[nn.Module], plan: Plan, carried: bool) -> list[Trained]:
+    return [train(osdp.parallelize(built(kind), plan, carried=carried), way) for way in WAYS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "shape", "carried"),
+    [(Model, "2", 0, True), (Twice, "3", 1, True), (Model, "2x2", 2, True), (Model, "2", 2, False)],
+)
+def test_steps_that_end_early_are_those_of_a_single_process(
+    kind: type[nn.Module], world: str, shape: int, carried: bool
+) -> None:
+    plan = three_plans(kind, world, reduce_once=(True, False, True), accumulation=TIMES)[shape]
+    truths = [train(built(kind), way) for way in WAYS]
+    for runs in run_ranks(plan.cluster.world_size, on_ranks, kind, plan, carried, timeout_seconds=120):
+        for way, run, truth in zip(WAYS, runs, truths, strict=True):
+            try:
+                same(run, truth)
+            except AssertionError as error:
+                raise AssertionError(f"{way.__name__}: {error}") from None
+
+
+def refusals(plan: Plan) -> dict[str, str]:
+    """What is said of gradients that are not whole, where they would be used."""
+    model = osdp.parallelize(built(Model), plan)
+    optimizer, failing, batch = sgd(model.parameters()), Failing(model), data(4, seed=0)
+    said: dict[str, str] = {}
+
+    def refused(name: str, action: Callable[[], Any]) -> None:
+        with pytest.raises(OsdpError) as refusal:
+            action()
+        said[name] = str(refusal.value)
+
+    batches = osdp.accumulate(model, [batch, batch])
+    model(*next(batches)).backward()
+    refused("step inside of the loop", optimizer.step)
+    batches.close()
+    optimizer.step()
+    optimizer.zero_grad()
+    failing.now = "backward"
+    with pytest.raises(Wrong):
+        model(*batch).backward()
+    failing.now = ""
+    refused("step after a failed backward", optimizer.step)
+    refused("forward after a failed backward", lambda: model(*batch))
+    refused("forward again", lambda: model(*batch))
+    optimizer.zero_grad(set_to_none=False)
+    refused("forward after zeros", lambda: model(*batch))
+    with torch.no_grad():
+        model(*batch)  # evaluation needs no gradients
+    optimizer.zero_grad()
+    model(*batch).backward()
+    optimizer.step()
+    return said
+
+
+def test_gradients_that_are_not_whole_are_refused_until_they_are_cleared() -> None:
+    plan = three_plans(Model, "2", reduce_once=(True, False), accumulation=2)[2]
+    for said in run_ranks(2, refusals, plan):
+        assert "step after the loop" in said.pop("step inside of the loop")
+        assert len(said) == 4
+        assert all("the last backward failed" in words and "zero_grad()" in words for words in said.values())

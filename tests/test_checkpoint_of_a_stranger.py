@@ -1,0 +1,189 @@
+"""Claim: a checkpoint is data; whatever is in its files, loading it runs no code of theirs.
+
+Each file of a checkpoint that torch unpickles is poisoned in turn, with sizes and checksums to match. Each poison is
+shown to work on torch's own readers first: there it makes a file. Loading refuses it with a sentence, changes nothing,
+and makes no file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import everything, loaded_small, same, save_small, small
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from osdp.cli.main import main
+from osdp.errors import OsdpError
+from osdp.runtime.checkpoint import load_checkpoint
+
+STEP = "step-00000120"
+
+
+class Poison:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def put(folder: Path, name: str, content: bytes) -> None:
+    """Writes a file of a checkpoint, and its size and checksums where they stand."""
+    (folder / name).write_bytes(content)
+    document = json.loads((folder / "checkpoint.json").read_text())
+    del document["checksum"]
+    document["files"][name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    (folder / "checkpoint.json").write_text(json.dumps({**document, "checksum": checksum}))
+
+
+def metadata_of(folder: Path) -> Metadata:
+    return FileSystemReader(folder).read_metadata()
+
+
+def only_poison(folder: Path, mark: Path) -> None:
+    put(folder, ".metadata", pickle.dumps(Poison(mark)))
+
+
+def poison_in_a_field(folder: Path, mark: Path) -> None:
+    metadata = metadata_of(folder)
+    metadata.planner_data = Poison(mark)
+    put(folder, ".metadata", pickle.dumps(metadata))
+
+
+def in_bytes(folder: Path, mark: Path) -> None:
+    """The metadata says that a parameter is not a tensor but bytes, which torch unpickles."""
+    stream, metadata = io.BytesIO(), metadata_of(folder)
+    torch.save(Poison(mark), stream)
+    metadata.state_dict_metadata["model.weight"] = BytesStorageMetadata()
+    for index, stored in metadata.storage_data.items():
+        if index.fqn == "model.weight":
+            stored.offset, stored.length = 0, len(stream.getvalue())
+            metadata.storage_data = {**metadata.storage_data, type(index)("model.weight"): stored}
+            break
+    put(folder, "__0_0.distcp", stream.getvalue())
+    put(folder, ".metadata", pickle.dumps(metadata))
+
+
+def in_tensors(folder: Path, mark: Path, *, zipped: bool = True) -> None:
+    """The boxes of all tensors are objects."""
+    stream, metadata = io.BytesIO(), metadata_of(folder)
+    torch.save(Poison(mark), stream, _use_new_zipfile_serialization=zipped)
+    for stored in metadata.storage_data.values():
+        stored.offset, stored.length = 0, len(stream.getvalue())
+    put(folder, "__0_0.distcp", stream.getvalue())
+    put(folder, ".metadata", pickle.dumps(metadata))
+
+
+def in_old_tensors(folder: Path, mark: Path) -> None:
+    in_tensors(folder, mark, zipped=False)
+
+
+def read_by_torch(folder: Path) -> None:
+    with contextlib.suppress(AttributeError):  # what it gets may be no metadata
+        metadata_of(folder)
+
+
+def loaded_by_torch(folder: Path) -> None:
+    states = {"model.weight": small(0)[0].get_parameter("weight").detach()}
+    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(False, False)
+    planner.set_up_planner(states, metadata_of(folder))
+    reader.set_up_storage_reader(metadata_of(folder), False)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def unpickled_by_torch(folder: Path) -> None:
+    torch.load(folder / "__0_0.distcp", weights_only=False)
+
+
+FORBIDDEN = r"\.metadata names \S+, which no checkpoint has, and could run code: remove \S+, the one before is step 100"
+NO_TENSOR = rf"{STEP} holds more than tensors, which could run code: remove \S+, the one before is step 100$"
+POISONS: dict[str, tuple[Callable[[Path, Path], None], Callable[[Path], None], str]] = {
+    "metadata": (only_poison, read_by_torch, FORBIDDEN),
+    "a field of metadata": (poison_in_a_field, read_by_torch, FORBIDDEN),
+    "bytes": (in_bytes, loaded_by_torch, FORBIDDEN),
+    "tensors": (in_tensors, unpickled_by_torch, NO_TENSOR),
+    "old tensors": (in_old_tensors, unpickled_by_torch, NO_TENSOR),
+}
+
+
+@pytest.mark.parametrize("kind", POISONS)
+def test_poison_is_refused_and_does_nothing(kind: str, tmp_path: Path) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "run"
+    poison, by_torch, message = POISONS[kind]
+    save_small(folder, 100)
+    save_small(folder, 120)
+    poison(folder / STEP, mark)
+    by_torch(folder / STEP)
+    assert mark.exists(), "the poison does nothing"
+    mark.unlink()
+    model, optimizer = small(7)
+    before = everything(model, optimizer)
+    with pytest.raises(OsdpError, match=message):
+        load_checkpoint(folder, model, optimizer)
+    assert not mark.exists()
+    assert same(everything(model, optimizer), before)
+    assert loaded_small(folder, 100) == 100
+
+
+def beyond_the_folder(metadata: Metadata) -> None:
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../step-00000100/__0_0.distcp"
+
+
+def beyond_the_end(metadata: Metadata) -> None:
+    for stored in metadata.storage_data.values():
+        stored.length = 10**12
+
+
+def of_another_type(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"] = "a tensor"  # type: ignore[assignment]
+
+
+def negative(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.weight"].chunks[0].offsets = torch.Size([-1, 0])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (beyond_the_folder, "is no file of the checkpoint"),
+        (beyond_the_end, "__0_0.distcp ends before byte"),
+        (of_another_type, "str instead of TensorStorageMetadata"),
+        (negative, "-1 is negative"),
+    ],
+)
+def test_metadata_that_makes_no_sense_is_refused(
+    change: Callable[[Metadata], None], message: str, tmp_path: Path
+) -> None:
+    save_small(tmp_path, 100)
+    save_small(tmp_path, 120)
+    metadata = metadata_of(tmp_path / STEP)
+    change(metadata)
+    put(tmp_path / STEP, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(OsdpError, match=rf"\.metadata is damaged: .*{message}.*; remove"):
+        loaded_small(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_the_command_refuses_poison_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "run"
+    options = ["tiny_lm:build", "--checkpoint", str(folder), "--resume", "--quiet", "--steps"]
+    assert main(["train", *options, "2"]) == 0
+    only_poison(folder / "step-00000002", mark)
+    capsys.readouterr()
+    assert main(["train", *options, "3"]) == 1
+    assert "could run code" in capsys.readouterr().err
+    assert not mark.exists()
