@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +51,16 @@ def test_saves_that_are_waited_for_and_others_fail_alike(tmp_path: Path, capsys:
             f"folder (step 2 stays as it was); --resume goes on from step 2 in {tmp_path}\n"
         )
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+        assert not still_watched()
     assert resumes_at(tmp_path, 2, capsys)
+
+
+def still_watched() -> bool:
+    """Whether a watchdog of a run that has ended would still end this process."""
+    watchdogs = [thread for thread in threading.enumerate() if thread.name == "osdp-watchdog"]
+    for thread in watchdogs:
+        thread.join(timeout=10)
+    return any(thread.is_alive() for thread in watchdogs)
 
 
 @FSDP2_WARNS

@@ -198,7 +198,7 @@ class Kind:
         option = chosen.option
         matrices = self.clocks.matrices.get(chosen.count) if alone and self.clocks is not None else None
         if matrices is not None:
-            times = [self.cost[chosen.count], *np.nan_to_num(np.concatenate(matrices).ravel(), neginf=-1.0).tolist()]
+            times = [self.cost[chosen.count], *np.concatenate(matrices).ravel().tolist()]
         else:
             often = 0.0 if option.reduce_once else 1.0
             times = [getattr(option, name).base for name in SECONDS]

@@ -157,7 +157,8 @@ class Model:
         behind = _Clocks({}, None)
         entries = [entry for entry in kind.clocks.entries[which] if entry.before in before.columns]
         for clock in {entry.behind for entry in entries}:
-            behind.columns[clock] = self.program.column()
+            # only these two are there in every choice; the others may be never, which is before the start
+            behind.columns[clock] = self.program.column(lower=0.0 if clock in (COMPUTE, WIRE) else -INFINITY)
         same = {entry.before: entry.terms for entry in entries if entry.before == entry.behind}
         for entry in entries:
             column, given = behind.columns[entry.behind], before.columns[entry.before]

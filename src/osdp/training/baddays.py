@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -49,23 +50,29 @@ class StopWish:
 
 
 class Watchdog:
-    """Ends the process when what it watches takes too long: ranks wait for a hung peer where nothing can wake them."""
+    """Ends the process when what it watches takes too long: ranks wait for a hung peer where nothing can wake them.
+
+    It watches inside its context only: a process that goes on after a failed run must not be ended later.
+    """
 
     def __init__(self, timeout_seconds: float, *, sentence: Callable[[str], str]) -> None:
         self._timeout_seconds, self._sentence = timeout_seconds, sentence
         self._watched: tuple[str, float] | None = None
+        self._left = threading.Event()
+
+    def __enter__(self) -> Self:
         threading.Thread(target=self._run, name="osdp-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._left.set()
 
     def watch(self, what: str) -> None:
         """From now on this; what was watched before is done."""
         self._watched = what, time.monotonic() + self._timeout_seconds
 
-    def rest(self) -> None:
-        self._watched = None
-
     def _run(self) -> None:
-        while True:
-            time.sleep(min(1.0, self._timeout_seconds / 10))
+        while not self._left.wait(min(1.0, self._timeout_seconds / 10)):
             watched = self._watched
             if watched is not None and time.monotonic() > watched[1]:
                 print(f"osdp: error: {self._sentence(watched[0])}", file=sys.stderr, flush=True)

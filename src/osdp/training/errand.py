@@ -35,11 +35,10 @@ class Errand:
     def under_way(self) -> Iterator[Errand]:
         self.watch(self.now)
         try:
-            yield self
+            with self._watchdog:
+                yield self
         except BaseException as error:
             raise self._ended_by(error) from None
-        finally:
-            self._watchdog.rest()
 
     def _hung(self, what: str) -> str:
         return (

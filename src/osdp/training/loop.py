@@ -129,7 +129,6 @@ class Trainer:
                 self.saves.settle()
             if stop:
                 break
-        self.watchdog.rest()
 
     def _step(self, index: int, wish: StopWish) -> tuple[Step, int, bool]:
         """A step; the signal that any rank was sent; whether any rank still writes a checkpoint."""

@@ -90,7 +90,9 @@ class _Run:
             )
             plan = self.plan = self.plan_of(world, model)
             say = stack.enter_context(said)
-            watchdog = Watchdog(self.timeout_seconds, sentence=lambda what: self._hung(what, world))
+            watchdog = stack.enter_context(
+                Watchdog(self.timeout_seconds, sentence=lambda what: self._hung(what, world))
+            )
             trainer = Trainer(self.source, model, feed, plan, data, settings, world=world, watchdog=watchdog)
             self.trainer = trainer
             wish = stack.enter_context(StopWish().heard())
