@@ -76,8 +76,9 @@ class Process:
             time.sleep(0.01)
 
     def sentences(self) -> list[str]:
-        """What was said for users on standard error, but for warnings."""
-        return [line for line in self.errors if re.match(r"osdp: (?!warning: )", line)]
+        """What was said for users on standard error, but for warnings; torchrun may write to the same line."""
+        found = (re.search(r"osdp: (?!warning: ).*", line, re.DOTALL) for line in self.errors)
+        return [match[0] for match in found if match]
 
     def warnings(self) -> list[str]:
         return [line for line in self.errors if line.startswith("osdp: warning: ")]

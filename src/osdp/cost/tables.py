@@ -296,13 +296,15 @@ class _MadeShape:
             ops.timed(lambda first, stop, time=time: time.between(first, stop, batch, time_batch))
             for ops, time in zip(self.passes, (self.forward_time, self.backward_time), strict=True)
         ]
+        times = self.forward_time, self.backward_time
+        kernels = [Kernels.of(places, *times, batch, time_batch) for places in self.places]
         return ShapeTable(
             key=self.shaped.shape,
             is_block=self.shaped.stage.is_block,
             is_whole=self.shaped.shape.granularity == WHOLE or not self.shaped.stage.is_block,
             units=tuple(
                 tuple(
-                    self._timed(number, _at_batch(o, growths.get(o.key), kept, kept_again, batch), batch, time_batch)
+                    self._timed(number, _at_batch(o, growths.get(o.key), kept, kept_again, batch), kernels)
                     for o in unit
                 )
                 for number, (unit, growths) in enumerate(zip(self.options, self.growths, strict=True))
@@ -323,17 +325,16 @@ class _MadeShape:
             ),
         )
 
-    def _timed(self, unit: int, option: UnitOption, batch: int, time_batch: int) -> UnitOption:
-        """An option with what its slices' turns take at a batch size."""
+    def _timed(self, unit: int, option: UnitOption, kernels: Sequence[Kernels]) -> UnitOption:
+        """An option with what its slices' turns take at a batch size, at which each unit has these kernels."""
         if option.parts:
-            parts = [(self._timed(n, part, batch, time_batch), k) for n, (part, k) in enumerate(option.parts)]
-            return replace(option, parts=tuple(parts))
+            parts = tuple((self._timed(n, part, kernels), k) for n, (part, k) in enumerate(option.parts))
+            return replace(option, parts=parts)
         (key,) = _keys(option)
         if key.slices == 1:
             return option
         wires = self.wires[unit, replace(key, sharded=1)]
-        kernels = Kernels.of(self.places[unit], self.forward_time, self.backward_time, batch, time_batch)
-        return replace(option, **slice_lines(wires, kernels, replicated=key.mode == REPLICATE))
+        return replace(option, **slice_lines(wires, kernels[unit], replicated=key.mode == REPLICATE))
 
 
 _NEIGHBOURS = 2  # on either side of a block: what it costs depends on no more of them

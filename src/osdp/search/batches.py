@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from osdp.search.highs import INFINITY
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
-from osdp.search.solve import may_fit, relaxed_bound, solve_exactly
+from osdp.search.solve import Search, may_fit, relaxed_bound, solve_exactly
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
 BOUNDING_SECONDS = 10.0
@@ -84,10 +84,9 @@ def _improved_whole(found: Found, *, seconds: float) -> Found:
     return found if better is None or better.seconds_per_sample >= found.seconds_per_sample else better
 
 
-def _improved(found: Found, *, seconds: float) -> Found:
+def _improved(found: Found, search: Search, *, seconds: float) -> Found:
     """The best choice at the same batch size, as far as it is found in these seconds: bounds are compared with it."""
-    problem = found.candidate.make(found.batch, found.batch)
-    outcome = solve_exactly(problem, cutoff=found.verdict.seconds, seconds=seconds)
+    outcome = search.run(cutoff=found.verdict.seconds, seconds=seconds)
     if outcome.choice is None or outcome.verdict is None:
         return found
     return _found(found.candidate, found.batch, outcome.choice, outcome.verdict)
@@ -109,7 +108,7 @@ def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) ->
         return found
     same = judged(found.candidate, low, found.choice)
     assert same is not None
-    return _improved(same, seconds=seconds)
+    return _improved(same, Search(same.candidate.make(low, low)), seconds=seconds)
 
 
 def largest_batch(make: MakeProblem, *, most: int, seconds: float = BOUNDING_SECONDS) -> int:
@@ -152,8 +151,17 @@ def search_batches(
         found = judged(*seed)
         if found is not None and (best is None or found.seconds_per_sample < best.seconds_per_sample):
             best = found
+    searches: dict[tuple[int, int], Search] = {}  # of batch sizes that were begun
+
+    def search(candidate: Candidate, batch: int) -> Search:
+        key = id(candidate), batch
+        if key not in searches:
+            searches[key] = Search(candidate.make(batch, batch))
+        return searches[key]
+
     if best is not None:
-        best = _improved(_improved_whole(best, seconds=seconds * FIRST_SHARE), seconds=seconds * FIRST_SHARE)
+        best = _improved_whole(best, seconds=seconds * FIRST_SHARE)
+        best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE)
     unproven, nodes, solved = INFINITY, 0, 0
 
     def push(number: int, low: int, high: int) -> None:
@@ -184,7 +192,7 @@ def search_batches(
             continue
         samples = low * candidate.accumulation
         cutoff = None if best is None else best.seconds_per_sample * samples
-        outcome = solve_exactly(candidate.make(low, low), cutoff=cutoff, seconds=max(left, 1.0))
+        outcome = search(candidate, low).run(cutoff=cutoff, seconds=max(left, 1.0))
         nodes, solved = nodes + outcome.nodes, solved + 1
         if outcome.status == "limit":
             unproven = min(unproven, outcome.bound / samples)

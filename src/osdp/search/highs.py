@@ -72,7 +72,7 @@ class Answer:
     reduced_costs: np.ndarray | None = None  # of a relaxation: what a column costs at least, once it is used
 
 
-_RELAXATION_SECONDS = 5.0
+_RELAXATION_SECONDS = 1.0
 _SECONDS_PER_COLUMN = 5e-4
 _WAYS = (("solver", "choose"), ("presolve", "off"), ("solver", "ipm"))
 _TOLERANCES = ("primal_feasibility_tolerance", "mip_feasibility_tolerance")

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from osdp.search.highs import INFINITY, Answer, solve
+from osdp.search.polish import Judged, Runs, polished
 from osdp.search.problem import SECONDS, Problem, ShapeTable, StageChoice, Verdict, evaluate
 from osdp.search.program import Group, Kinds, Model
 
@@ -18,7 +19,9 @@ _MANY = 40  # single stages in a program that has the rows of all; see [Note: As
 _AT_ONCE = 16  # stages whose rows are added at a time
 _ROUNDS = 6  # of adding rows to a relaxation
 _SMALL = 200  # columns
+_POLISHING_SECONDS = 1.0  # for an answer over groups
 _SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try may cost above it
+_WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with more of them takes as long
 _LAST = 3  # stages at the end of a run that are looked at one by one from the start: the peak is mostly there
 
 
@@ -130,21 +133,22 @@ def relaxed(
 
 def solve_exactly(problem: Problem, *, cutoff: float | None = None, seconds: float = INFINITY) -> Outcome:
     """The fastest choice within the limit that beats `cutoff` seconds, with proof; `seconds` bounds the effort."""
-    return _Search(problem, cutoff, seconds).run()
+    return Search(problem).run(cutoff=cutoff, seconds=seconds)
 
 
-class _Search:
+class Search:
     """Bounds, tries and refines until the best choice meets the bound.
 
     Every round relaxes the program for a bound and the columns' reduced costs, and solves it without the columns that
-    cannot be part of a better choice.
+    cannot be part of a better choice. When time is up it can be run again: it goes on where it was.
     """
 
-    def __init__(self, problem: Problem, cutoff: float | None, seconds: float) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = self.asked = problem
-        self.cutoff = INFINITY if cutoff is None else cutoff
-        self.deadline = time.monotonic() + seconds
+        self.cutoff, self.deadline = INFINITY, 0.0
         self.scale = _scale(problem)
+        self.groups = first_groups(problem)
+        self.rows = first_asked(self.groups)
         self.kinds = Kinds(problem, self.scale)
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
@@ -159,32 +163,34 @@ class _Search:
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def run(self) -> Outcome:
-        groups = first_groups(self.problem)
-        rows = first_asked(groups)
+    def run(self, *, cutoff: float | None = None, seconds: float = INFINITY) -> Outcome:
+        """The fastest choice that beats `cutoff` seconds, as far as it is found and proven in these `seconds`."""
+        self.cutoff = INFINITY if cutoff is None else cutoff
+        self.deadline = time.monotonic() + seconds
+        self.nodes = 0
         while True:
-            model, relaxation, rows = relaxed(
-                self.asked, groups, self.kinds, rows, excluded=self.excluded, deadline=self.deadline
+            model, relaxation, self.rows = relaxed(
+                self.asked, self.groups, self.kinds, self.rows, excluded=self.excluded, deadline=self.deadline
             )
             if relaxation.status == "infeasible" or relaxation.bound / self.scale >= self.to_beat:
                 return self._done("optimal")
             self.bound = max(self.bound, relaxation.bound / self.scale)
-            if self.best is None and rows is not None:
-                self._round_off(model, relaxation, groups, rows)
-            verdict = self._round(model, groups, relaxation)
+            if self.best is None and self.rows is not None:
+                self._round_off(model, relaxation)
+            verdict = self._round(model, relaxation)
             if verdict is None:
                 return self._done("optimal")
             if self.best is not None and self.best[1].seconds <= self.bound * (1 + _TOLERANCE):
                 return self._done("optimal")
-            if self.best is None and verdict.over:
-                self._look_lower(groups, rows, max(verdict.excess))
+            if self.best is None and self.cutoff == INFINITY and verdict.over:
+                self._look_lower(max(verdict.excess))
             if self.left <= 0:
                 return self._done("limit")
-            more = more_asked(rows, verdict)
-            refined = refine(groups, verdict)
-            if refined == groups and not more and not self._forbid(model, verdict):
+            more = more_asked(self.rows, verdict)
+            refined = refine(self.groups, verdict)
+            if refined == self.groups and not more and not self._forbid(model, verdict):
                 return self._done("optimal")
-            groups, rows = refined, None if rows is None else rows | more
+            self.groups, self.rows = refined, None if self.rows is None else self.rows | more
 
     def _forbid(self, model: Model, verdict: Verdict) -> bool:
         """The program is the problem itself here: what differs is HiGHS's tolerance. False where nothing differs."""
@@ -197,7 +203,7 @@ class _Search:
             self.asked = replace(self.asked, limit=self.asked.limit - over)
         return True
 
-    def _round(self, model: Model, groups: list[Group], relaxation: Answer) -> Verdict | None:
+    def _round(self, model: Model, relaxation: Answer) -> Verdict | None:
         """The program's optimum, judged; None where it proves that nothing beats the best.
 
         Few columns first: an optimum that costs less than any column that was left out is that of all columns.
@@ -207,6 +213,10 @@ class _Search:
             beating = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
             room = min(beating, share * relaxation.objective)
             unused = None if room == INFINITY else self._dear(model, relaxation, room)
+            if room < beating < INFINITY and unused is not None:
+                needed = self._dear(model, relaxation, beating)
+                if (~unused).sum() > _WORTH_A_TRY * (~needed).sum():
+                    continue  # about as many columns as are needed in the end
             room = room if unused is None or unused.any() else beating  # then it has all columns
             enough = self.to_beat * self.scale * (1 - _TOLERANCE)
             answer = solve(model.program, unused=unused, enough=enough, seconds=self.left)
@@ -214,19 +224,21 @@ class _Search:
             if answer.status in ("infeasible", "bounded") and room == beating:
                 return None
             if answer.values is not None:
-                verdict = self._judge(model, groups, answer)
+                verdict = self._judge(model, answer)
             whole = answer.objective - relaxation.objective <= room or room == beating
             reached = answer.bound if whole else min(answer.bound, relaxation.objective + room)
             self.bound = max(self.bound, min(reached / self.scale, self.to_beat))
             if (whole and answer.status == "optimal") or self.left <= 0:
                 break
+            if verdict.over and refine(self.groups, verdict) != self.groups:
+                break  # finer groups say more than this program's own optimum would
         return verdict
 
-    def _round_off(self, model: Model, relaxation: Answer, groups: list[Group], rows: set[int] | None) -> None:
+    def _round_off(self, model: Model, relaxation: Answer) -> None:
         """A first choice of many single stages: the one that a relaxation leans to, with a limit that it meets."""
-        limit = self.asked.limit
+        limit, rows = self.asked.limit, self.rows
         for _ in range(_ROUNDS):
-            if relaxation.values is None or len(groups) < len(self.problem.stages):
+            if relaxation.values is None or len(self.groups) < len(self.problem.stages):
                 return
             choice = model.rounded(relaxation.values)
             verdict = evaluate(self.problem, choice)
@@ -235,22 +247,22 @@ class _Search:
                 return
             limit -= verdict.peak - self.problem.limit
             lower = replace(self.asked, limit=limit)
-            model, relaxation, rows = relaxed(lower, groups, self.kinds, rows, deadline=self.deadline)
+            model, relaxation, rows = relaxed(lower, self.groups, self.kinds, rows, deadline=self.deadline)
 
-    def _look_lower(self, groups: list[Group], rows: set[int] | None, excess: int) -> None:
+    def _look_lower(self, excess: int) -> None:
         """A first choice: what exceeds the limit is tried again with a limit that is lower by as much."""
-        limit = self.asked.limit
+        limit, rows = self.asked.limit, self.rows
         for share in (1e-4, 1e-3, 1e-3, 1e-2, 1e-2, 1e-2):
             limit -= excess
             lower = replace(self.asked, limit=limit)
-            model, relaxation, rows = relaxed(lower, groups, self.kinds, rows, deadline=self.deadline)
+            model, relaxation, rows = relaxed(lower, self.groups, self.kinds, rows, deadline=self.deadline)
             if relaxation.values is None:
                 return
             unused = self._dear(model, relaxation, share * relaxation.objective)
             answer = solve(model.program, unused=unused, seconds=min(1.0, self.left))
             if answer.values is not None:
                 self.nodes += answer.nodes
-                excess = max(self._judge(model, groups, answer).peak - self.problem.limit, 0)
+                excess = max(self._judge(model, answer).peak - self.problem.limit, 0)
             if self.best is not None or self.left <= 0:
                 return
 
@@ -261,11 +273,25 @@ class _Search:
         dear = (relaxation.reduced_costs > room) & (relaxation.values < 0.5)
         return dear & np.array(model.program.integer)
 
-    def _judge(self, model: Model, groups: list[Group], answer: Answer) -> Verdict:
-        choice, verdict = arranged(self.problem, groups, model.read(answer), enough=self.problem.limit)
+    def _judge(self, model: Model, answer: Answer) -> Verdict:
+        choice, verdict = arranged(self.problem, self.groups, model.read(answer), enough=self.problem.limit)
         self.judged = choice
         self._offer(choice, verdict)
+        if verdict.seconds < self.to_beat and len(self.groups) < len(self.problem.stages):
+            self._polish(choice)
         return verdict
+
+    def _polish(self, choice: tuple[StageChoice, ...]) -> None:
+        """Looks for a choice near this one that fits, and beats the best."""
+        runs = [Group(first, stop) for first, stop in _runs(self.problem)]
+        taken = [choice[group.first : group.stop] for group in runs]
+
+        def arrange(choices: Runs) -> Judged:
+            return arranged(self.problem, runs, choices, enough=self.problem.limit)
+
+        found = polished(self.problem, taken, arrange, deadline=time.monotonic() + min(self.left, _POLISHING_SECONDS))
+        if found is not None:
+            self._offer(*found)
 
     def _offer(self, choice: tuple[StageChoice, ...], verdict: Verdict) -> None:
         if verdict.peak <= self.problem.limit and verdict.seconds < self.to_beat:
