@@ -107,14 +107,16 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
         for module in piece.modules:
             if isinstance(module, nn.MultiheadAttention):
                 one_tensor_stays_one(module)
+    reductions = Reductions(meshes.courier) if carried else None
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
         for group in param_groups(piece.modules[0]):
-            reduce_after_last_call(group)
+            reduce_after_last_call(group, None if reductions is None else reductions.finish)
             if piece.mode == REPLICATE:
                 compute_in_place(group)
-    reductions = _carry(pieces, meshes) if carried else None
+    if reductions is not None:
+        _carry(pieces, meshes, reductions)
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=carried)
     agree_on_overflow(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
@@ -197,10 +199,9 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
+def _carry(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
     courier = meshes.courier
-    reductions = Reductions(courier)
     for piece in pieces:
         module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
         for group in param_groups(piece.modules[0]):
@@ -209,7 +210,6 @@ def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
             module.set_custom_reduce_scatter(scatter)
             if piece.mode == REPLICATE:
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
-    return reductions
 
 
 def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused | None:
