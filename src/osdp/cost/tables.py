@@ -24,7 +24,7 @@ from osdp.cost.seconds import Compute, compute_time
 from osdp.cost.slots import SlotGroups, Slots, neighbour_flags
 from osdp.cost.stage_passes import PassOps, StagePasses
 from osdp.cost.training import Training
-from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, modes_for
+from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
 from osdp.planfile import MODES, REPLICATE
@@ -96,7 +96,7 @@ class Tables:
             for p in (self.rules.pins or {})
             if any(fnmatchcase(n, p) for n in (stage.name, *stage.parts, *stage.operators))
         )
-        key = (stage.alike, ends, pinned) if stage.is_block else ("outside", index)
+        key = (stage.alike, ends, pinned, self._is_gathered_ahead(index)) if stage.is_block else ("outside", index)
         if key not in self._made:
             made = [_MadeShape.of(self, index, shape) for shape in self._allowed(index)]
             usable = [shape for shape in made if all(shape.options)]
@@ -104,6 +104,12 @@ class Tables:
                 raise UsageError(f"the pins leave no way to hold {stage.name}; drop one, or allow finer granularity")
             self._made[key] = usable
         return self._made[key]
+
+    def _is_gathered_ahead(self, index: int) -> bool:
+        """Whether backward enters the unit that issues this stage's gather: not if it has no gradient."""
+        behind = self.graph.stages[index + 1 : index + 2]
+        first = [units[0] for stage in behind for units in stage_units(self.graph, stage).values() if units]
+        return not is_any_unused(self.graph, first)
 
     def _allowed(self, index: int) -> list[Shape]:
         stage = self.graph.stages[index]

@@ -265,7 +265,7 @@ class Hooks:
                 self._saved.add(storage._cdata)
                 where = self.inside[-1] if self.inside else ""
                 recorder.trace.saved[where] = recorder.trace.saved.get(where, 0) + storage.nbytes()
-            return tensor
+            return tensor.detach()  # with its history it would keep itself alive where no backward comes
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
@@ -273,13 +273,22 @@ class Hooks:
     def flush(self, model: nn.Module) -> None:
         """Leaves what no input gradient has left, the root first: FSDP2 reduces those units when backward ends.
 
-        Modules that share a parameter are one unit, and are left together.
+        So it does with modules that no gradient reached at all, with zeros. Modules that share a parameter are one
+        unit, and are left together.
         """
-        backward = self.recorder.trace.marks[self.recorder.trace.backward_mark :]
-        entered = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
-        left = Counter(mark.name for mark in backward if mark.kind == "leave" and not mark.again)
-        waiting = {name: set(module._parameters.values()) for name, module in model.named_modules()}
-        waiting = {name: own for name, own in waiting.items() if entered[name] > left[name]}
+        marks, turn = self.recorder.trace.marks, self.recorder.trace.backward_mark
+        called = {mark.name for mark in marks[:turn] if mark.kind == "enter"}
+        backward = [mark for mark in marks[turn:] if not mark.again]
+        entered = Counter(mark.name for mark in backward if mark.kind == "enter")
+        left = Counter(mark.name for mark in backward if mark.kind == "leave")
+        modules = dict(model.named_modules())
+        waiting = {name: set(module._parameters.values()) for name, module in modules.items()}
+        waiting = {
+            name: own
+            for name, own in waiting.items()
+            if entered[name] > left[name]
+            or (name in called and not left[name] and any(p.requires_grad for p in modules[name].parameters()))
+        }
         while waiting:
             first, own = next(iter(waiting.items()))
             for name in [name for name, others in waiting.items() if name == first or (own & others) - {None}]:

@@ -37,7 +37,7 @@ from osdp.runtime.recovery import Recovery
 from osdp.runtime.same_inputs import one_tensor_stays_one
 from osdp.runtime.scalars import give_scalars_a_dimension
 from osdp.runtime.split import split_operators
-from osdp.runtime.unused import Unused, largest_of_all
+from osdp.runtime.unused import Exchange, Unused, largest_of_all, on_any_rank, on_this_rank
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -212,18 +212,17 @@ def _carry(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> N
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
 
 
-def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused | None:
+def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused:
     """See [Note: Unused]; in a world that is not real there is nobody to ask."""
-    if dist.get_backend() == "fake":
-        return None
     units = _groups(pieces)
-    if reductions is None:
-        return Unused(units, lambda: None, functools.partial(largest_of_all, group=meshes.processors))
-    return Unused(
-        units,
-        reductions.finish,
-        lambda used: reductions.run(lambda own: largest_of_all(used, own.world)),
-    )
+    finish = reductions.finish if reductions is not None else lambda: None
+    if dist.get_backend() == "fake":
+        return Unused(units, finish, on_this_rank)
+    exchange: Exchange = functools.partial(largest_of_all, group=meshes.processors)
+    if reductions is not None:
+        run = reductions.run
+        exchange = lambda used: run(lambda own: largest_of_all(used, own.world))  # noqa: E731
+    return Unused(units, finish, functools.partial(on_any_rank, exchange=exchange))
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
