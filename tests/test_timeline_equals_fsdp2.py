@@ -302,8 +302,9 @@ IDLE_CASES = [  # operators and a tower without gradients; see [Note: Left at th
     Case(model="idle-operators", precision="fp32"),
     Case(model="idle-operators", precision="fp32", device="CPU"),
     Case((REPLICATE,), model="idle-operators", device="CPU"),
-    Case((KEEP, FREE), model="idle-operators", device="CPU", accumulation=2),
-    Case((KEEP,), model="idle-tower", granularity=OPERATORS),
+    # the gather in vain is counted where the first micro-batch has it, and for a moment at the end what gives way
+    Case((KEEP, FREE), model="idle-operators", device="CPU", accumulation=2, known=(64, 0)),
+    Case((KEEP,), model="idle-tower", granularity=OPERATORS, known=(1278, 0)),
     Case((FREE, KEEP, REPLICATE), model="idle-tower", granularity=OPERATORS, precision="fp32", device="CPU"),
 ]
 SPLIT_CASES = [

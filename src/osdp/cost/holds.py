@@ -347,7 +347,8 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
         added = ended if under_way else leave.next().next()
-        if lasting and reduce == master and not option.reduce_once:
+        makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
+        if makes_zeros or (lasting and reduce == master and not option.reduce_once):
             added = places.finish
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
@@ -412,7 +413,9 @@ def _per_call(operator: Operator, part: int, outputs: int) -> Affine:
     return Affine(*(each * part // (outputs * operator.calls) for each in (whole.constant, whole.per_sample)))
 
 
-def stepping_bytes(unit: Unit, option: Option, training: Training, cluster: Cluster) -> int:
+def stepping_bytes(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> int:
     """Bytes that the optimizer needs for a unit only while it steps."""
-    held = sum(count * unit.sizes(mode, cluster, option.slices).trained for mode, count in option.held)
+    held = sum(
+        count * sum(_used(unit.sizes(mode, cluster, option.slices), places)) for mode, count in option.held
+    )
     return training.optimizer.temporaries * training.precision.master_bytes * held

@@ -15,7 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from osdp.cluster import Cluster
 from osdp.cost.holds import COPY, ISSUE, Places, Position
+from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
 from osdp.planfile import backward_order
@@ -90,13 +92,18 @@ class ShapedStage:
         return tuple(footprint(self.trace, unit) for unit in self.units)
 
 
-def levels(stretches: Sequence[Stretch], batch: int) -> IntArray:
+def has_workspaces(training: Training, cluster: Cluster) -> bool:
+    """Whether matrix products take working space from torch; see [Note: Workspaces] in osdp.model.kernels."""
+    return cluster.device.is_cpu and training.precision.compute_bytes == 2
+
+
+def levels(stretches: Sequence[Stretch], batch: int, *, workspaces: bool) -> IntArray:
     """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the stretch's peak."""
     result = np.zeros(3 * len(stretches), dtype=np.int64)
     before = 0
     for index, stretch in enumerate(stretches):
         result[3 * index : 3 * index + 2] = before
-        result[3 * index + 2] = stretch.peak_at(batch)
+        result[3 * index + 2] = stretch.peak_at(batch, workspaces=workspaces)
         before = stretch.end.at(batch)
     return result
 

@@ -185,7 +185,7 @@ class _Measured:
         self.ahead, self.cast = self._prefetched(holds, forward_issue(places, tables.cluster), forward, 0)
         self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
         left = value_at(holds, Position(end, 0)) - self.always - self.after
-        self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left
+        self.stepping = stepping_bytes(unit, option, places, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
         own = _visits_of(places)
         if not own <= set(slots.visits):  # it spans stages

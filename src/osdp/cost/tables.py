@@ -16,7 +16,7 @@ import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cost.holds import Places
-from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
+from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, has_workspaces, levels
 from osdp.cost.option_seconds import Kernels, SliceWires, option_lines, slice_lines
 from osdp.cost.options import Growths, growth_rows, guests_of, options_of, slices_of, together
 from osdp.cost.schedule import full_schedule
@@ -234,6 +234,7 @@ class _MadeShape:
     passes: tuple[PassOps, PassOps]
     places: tuple[Places, ...]
     wires: Mapping[tuple[int, Option], SliceWires]  # of every unit's split options
+    workspaces: bool
 
     @staticmethod
     def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
@@ -286,6 +287,7 @@ class _MadeShape:
             _passes(layout, index, tables.cluster),
             tuple(all_places),
             wires,
+            has_workspaces(tables.training, tables.cluster),
         )
 
     def allowed(self, recomputed: bool | None) -> bool:
@@ -295,8 +297,8 @@ class _MadeShape:
 
     def table(self, batch: int, time_batch: int) -> ShapeTable:
         trace = self.shaped.trace
-        forward, kept = self.forward.rows(levels(trace.forward, batch))
-        backward, kept_again = self.backward.rows(levels(trace.backward, batch))
+        forward, kept = self.forward.rows(levels(trace.forward, batch, workspaces=self.workspaces))
+        backward, kept_again = self.backward.rows(levels(trace.backward, batch, workspaces=self.workspaces))
         # at another batch the seconds bound those of all sizes in between; see [Note: Interval] in osdp.search.batches
         passes = [
             ops.timed(lambda first, stop, time=time: time.between(first, stop, batch, time_batch))

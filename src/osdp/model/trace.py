@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 from osdp.model.inputs import map_tensors
-from osdp.model.kernels import kernel_kind
+from osdp.model.kernels import kernel_kind, product_workspace
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -31,6 +31,7 @@ class RawTrace:
     flops: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+    workspaces: list[int] = field(default_factory=list)  # see [Note: Workspaces] in kernels.py
     live: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
@@ -145,13 +146,17 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket is torch.ops.aten.embedding:
             inputs = [*inputs[1:], *outputs]  # reads the rows that it puts out, not the whole table
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)))
+        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)), self._workspace(func, args))
         return out
 
-    def _point(self, flops: int, moved: int, kind: int = 0) -> None:
+    def _workspace(self, func: Any, args: Sequence[Any]) -> int:
+        return product_workspace(func, args)
+
+    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
         self.trace.flops.append(flops)
         self.trace.moved.append(moved)
         self.trace.kinds.append(kind)
+        self.trace.workspaces.append(workspace)
         self.trace.live.append(self.live)
 
 
