@@ -334,9 +334,25 @@ class TwoTowers(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
+class IdleTower(nn.Module):
+    """A second tower, and a norm, on which the loss does not depend, as in CLIP when it classifies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.ModuleList(AttentionBlock() for _ in range(2))
+        self.vision = nn.ModuleList(AttentionBlock() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = x
+        for text, vision in zip(self.text, self.vision, strict=True):
+            x, y = vision(x), text(y)
+        return {"loss": F.cross_entropy(self.head(x.mean(1)), labels), "text": y, "last": self.norm(x)}
+
+
 Example = Callable[[], Any]
 MANY: dict[type[nn.Module], Example] = {
-    **dict.fromkeys((Encoder, EncoderDecoder, Attention, Mamba, Recurrent, Routed, Shared), sequence),
+    **dict.fromkeys((Encoder, EncoderDecoder, Attention, Mamba, Recurrent, Routed, Shared, IdleTower), sequence),
     **dict.fromkeys((ResNet, ConvNeXt), image),
     UNet: noisy,
     Contrastive: lambda: (sequence()[0], sequence()[0].flip(1)),

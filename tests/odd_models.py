@@ -244,6 +244,44 @@ class StackedIdle(Stacked):
         super().__init__(lambda: StackedBlock(IdleStack))
 
 
+class IdleInside(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.idle(x)
+        return super().forward(x)
+
+
+class IdleOperators(Model):
+    """Operators that are called, and whose outputs nobody uses: in the blocks, and a norm after them."""
+
+    def __init__(self) -> None:
+        super().__init__(IdleInside)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = super().body(x)
+        self.norm(x)
+        return x
+
+
+class IdleTower(Model):
+    """A second tower, with blocks of its own, on which the loss does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, WIDTH)
+        self.tower = nn.ModuleList(Block() for _ in range(2))
+
+    def body(self, x: Tensor) -> Tensor:
+        y = x + self.words(torch.arange(LENGTH))
+        for block in self.tower:
+            y = block(y)
+        return super().body(x)
+
+
 def built(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()

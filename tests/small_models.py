@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from odd_models import LENGTH, Stacked
+from odd_models import LENGTH, IdleOperators, IdleTower, Stacked
+from torch import nn
 
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
@@ -90,14 +91,14 @@ def gpt(
     return ModelSource("gpt", partial(GPT, config), inputs, output_loss, seq_len, seq_len, None, "a test's GPT")
 
 
-def stacked() -> ModelSource:
-    """Experts in one parameter, which are sharded along another dimension than the first."""
+def odd(name: str, kind: type[nn.Module]) -> ModelSource:
+    """One of the odd models."""
 
     def inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tokens = torch.empty(batch, LENGTH, dtype=torch.long, device="meta")
         return (tokens, tokens.clone()), {}
 
-    return ModelSource("stacked", Stacked, inputs, output_loss, LENGTH, LENGTH, None, "a test's experts")
+    return ModelSource(name, kind, inputs, output_loss, LENGTH, LENGTH, None, f"a test's {name}")
 
 
 def hugging_face(kind: str, **changes: Any) -> ModelSource:
@@ -117,7 +118,9 @@ def source(name: str) -> ModelSource:
         return hugging_face("llama", tie_word_embeddings=True)
     ours = {
         "gpt": gpt(),
-        "stacked": stacked(),
+        "stacked": odd("stacked", Stacked),
+        "idle-operators": odd("idle-operators", IdleOperators),
+        "idle-tower": odd("idle-tower", IdleTower),
         "gpt-untied": gpt(tied=False),
         "gpt-uneven": gpt(vocab=97, tied=True),  # neither 97 nor 32 divides by 3
         "gpt-pyramid": gpt(layers=(2, 2), widths=(16, 32), tied=False),

@@ -1,8 +1,8 @@
 """Claim: what people train can be planned, with the memory that it then takes, and trains as in a single process.
 
 - torch's own transformers, convolutions with batch norms, a diffusion UNet, a scan, an LSTM, a contrastive loss,
-  experts that compute their own tokens, shared layers, a tower without inputs: a plan's peak is within 1 % of its dry
-  run's;
+  experts that compute their own tokens, shared layers, a tower without inputs, one without a loss: a plan's peak is
+  within 1 % of its dry run's;
 - inputs may be lists, dataclasses and keywords, losses in dicts and tuples: nobody has to say where;
 - what only data can tell is answered as training usually goes, and said.
 """
@@ -25,6 +25,7 @@ from many_models import (
     ConvNeXt,
     Encoder,
     FromList,
+    IdleTower,
     Mamba,
     Recurrent,
     ResNet,
@@ -183,7 +184,10 @@ def on_a_rank(kind: type[nn.Module], plans: list[Plan]) -> list[tuple[list[float
     return found
 
 
-@pytest.mark.parametrize("kind", [Encoder, Attention, Shared, UNet, ConvNeXt, Mamba, Recurrent, TwoTowers])
+KINDS_ON_RANKS = [Encoder, Attention, Shared, UNet, ConvNeXt, Mamba, Recurrent, TwoTowers, IdleTower]
+
+
+@pytest.mark.parametrize("kind", KINDS_ON_RANKS)
 def test_two_ranks_train_as_one_process(kind: type[nn.Module]) -> None:
     plans = [
         plan_by_hand(

@@ -124,6 +124,13 @@ def test_where_modules_are_called_several_times() -> None:
     compare(Tables(graph, Cluster.parse("2x2xA100-40GB"), Training.of("fp32"), rules), 2, seed=7)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("model", ["t5", "idle-operators", "idle-tower"])
+def test_where_units_are_left_when_backward_has_ended(model: str, accumulation: int) -> None:
+    for cluster in ("2x2xA100-40GB", "1x3xCPU"):
+        compare(tables_for(model, cluster, accumulation=accumulation), 2, seed=8, count=6)
+
+
 def test_long_runs_choose_by_block() -> None:
     """The 18 alike blocks of the preset are one run whose units choose together; its tables are judged alike."""
     tables = tables_for("gpt-pyramid-preset", "8xA100-40GB")

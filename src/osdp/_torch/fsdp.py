@@ -115,11 +115,16 @@ def reduce_unreduced(groups: Sequence[FSDPParamGroup]) -> None:
     for group in groups:
         group._training_state = TrainingState.IDLE
         group.finalize_backward()
-        while group.comm_ctx.reduce_scatter_states:  # shared by all groups
-            event = group.comm_ctx.reduce_scatter_states.pop().event
-            if event is not None:
-                assert group.device_handle is not None
-                group.device_handle.current_stream().wait_event(event)
+        _free_reduced(group)
+
+
+def _free_reduced(group: FSDPParamGroup) -> None:
+    """Waits for the reductions that are under way, of whichever group, and frees their inputs."""
+    while group.comm_ctx.reduce_scatter_states:  # shared by all groups
+        event = group.comm_ctx.reduce_scatter_states.pop().event
+        if event is not None:
+            assert group.device_handle is not None
+            group.device_handle.current_stream().wait_event(event)
 
 
 def drop_gradients(group: FSDPParamGroup) -> None:
@@ -170,6 +175,7 @@ class _PatientGroup(FSDPParamGroup):
     _calls = 0  # forward calls of which backward has not yet left
     is_unreduced = False  # a backward left gradients here without reducing them
     ahead: Iterable[FSDPState] = ()  # units whose gathers forward issues before it waits for this one's
+    finish_reductions: Callable[[], None] | None = None  # ends what is under way beside FSDP2's own
     _is_early = False  # this one's was itself issued ahead, and forward, not a second one, has entered it
 
     def lazy_init(self) -> None:
@@ -227,8 +233,16 @@ class _PatientGroup(FSDPParamGroup):
         self.reduce_now()  # the last one is left, or backward has ended: of some calls no input needs a gradient
 
     def reduce_now(self) -> None:
-        """Reduces gradients, or keeps them where the group is to be reduced after a later backward."""
+        """Reduces gradients, or keeps them where the group is to be reduced after a later backward.
+
+        The reduction before it ends here in both cases: else its buffers would live until backward comes to a group
+        that is reduced, however far that is.
+        """
         self._calls = 0
+        if not self.reduce_grads:
+            if self.finish_reductions is not None:
+                self.finish_reductions()
+            _free_reduced(self)
         super().post_backward()
         self.is_unreduced = not self.reduce_grads
 
@@ -237,9 +251,14 @@ class _PatientGroup(FSDPParamGroup):
         super()._reset_iter_state()
 
 
-def reduce_after_last_call(group: FSDPParamGroup) -> None:
-    """Reduces a group that is called several times once, when its gradients are complete."""
+def reduce_after_last_call(group: FSDPParamGroup, finish_reductions: Callable[[], None] | None) -> None:
+    """Reduces a group that is called several times once, when its gradients are complete.
+
+    `finish_reductions` ends what is under way where FSDP2 does not know of it.
+    """
     group.__class__ = _PatientGroup
+    assert isinstance(group, _PatientGroup)
+    group.finish_reductions = finish_reductions
 
 
 class WatchedParam(FSDPParam):

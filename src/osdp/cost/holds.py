@@ -28,6 +28,13 @@ it is one kernel without copies.
 A split operator holds a slice's output beside the joined one, and in backward a slice's gradient of the input beside
 the sum of those before it. Both grow with the batch, which units' own bytes do not.
 
+[Note: Left at the end]
+A unit none of whose inputs needs a gradient, such as an embedding, is left when backward has ended; so is a unit that no
+gradient reached at all. FSDP2 reduces that one too, with zeros that it makes then, as other ranks may have gradients.
+The result lives until the ranks have agreed that there is none; see [Note: Unused] in osdp.runtime.unused. Where a unit
+that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to hold until then:
+an upper bound, as a block's bytes may depend on the block alone.
+
 [Note: In place]
 A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
 """
@@ -95,10 +102,16 @@ class Places:
     calls: int = 1  # in forward
     second: Position | None = None  # where a second forward enters it
     is_second: bool = False  # the step's first unit issues its gather
+    late: bool = False  # of a block, but left when backward has ended; see [Note: Left at the end]
 
     @property
     def first_gradient(self) -> Position | None:
         return min((position for _, position in self.gradients), default=None)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether backward leaves it without a gradient for any of its parameters."""
+        return self.leave_again is not None and not self.gradients
 
     @property
     def gathers(self) -> list[tuple[Position, Position]]:
@@ -130,6 +143,10 @@ def unit_holds(unit: Unit, option: Option, places: Places, training: Training, c
     holds += _backward(option, sizes, places, training, cluster)
     if unit.trained and places.leave_again is not None:
         holds += _reduction(option, sizes, places, training, cluster)
+    if places.late:
+        assert places.leave_again is not None
+        lasting = (places.leave_again <= hold.end < places.finish for hold in holds)
+        holds = [h._replace(end=places.finish) if lasts else h for h, lasts in zip(holds, lasting, strict=True)]
     return holds
 
 
@@ -138,22 +155,29 @@ def _held(
 ) -> list[Hold]:
     """Parameters, states and, once reduced, gradients of `count` slices; and their copies between the passes."""
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
-    optimizer = training.optimizer
-    states = optimizer.states * sizes.trained * master + optimizer.counters * sizes.trained_tensors
+    optimizer, used = training.optimizer, _used(sizes, places)
+    states = optimizer.states * sum(used) * master + optimizer.counters * len(used)
     holds = [Hold(PARAMETERS, count * sizes.held * master, START, END)]
     if places.leave_again is not None:
         holds.append(Hold(STATES, count * states, START, END))
         holds += _gradients(count, sizes, option, places, places.leave_again, training)
-    if places.leave is None or places.leave_again is None or places.enter_again is None:
+    again = places.enter_again or places.leave_again
+    if places.leave is None or again is None:
         return holds
     if is_kept(mode):
         # Kept slices gather up while the operator runs; between the passes they are the whole unit.
-        begin, finish = (places.leave, places.enter_again) if option.slices == 1 else (places.enter, places.leave_again)
-        holds.append(Hold(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish))
+        begin, finish = (places.leave, again) if option.slices == 1 else (places.enter, places.leave_again)
+        holds.append(Hold(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish or again))
     elif mode == FREE_TO_NODE:
         shard = -(-sizes.gathered // cluster.devices_per_node) * compute
-        holds.append(Hold(GATHERED, count * shard, places.leave.next(), places.enter_again.next()))
+        holds.append(Hold(GATHERED, count * shard, places.leave.next(), again.next()))
     return holds
+
+
+def _used(sizes: Sizes, places: Places) -> list[int]:
+    """A rank's elements of every parameter that gets a gradient: the optimizer steps these alone."""
+    reached = {name for name, _ in places.gradients}
+    return [numel for name, numel in sizes.shards if name in reached]
 
 
 def _gradients(
@@ -161,6 +185,8 @@ def _gradients(
 ) -> list[Hold]:
     """Gradients once they are reduced; and those that wait for the last micro-batch to be reduced together."""
     gradient = count * sizes.trained * training.precision.master_bytes
+    if places.is_unused:
+        return [Hold(GRADIENTS, gradient, leave.next(), places.finish)]
     if training.accumulation == 1:
         sliced = places.first_gradient if option.slices > 1 else None  # reduced one by one, inside the operator
         return [Hold(GRADIENTS, gradient, sliced or leave.next(), END)]
@@ -243,10 +269,15 @@ def _gather(
 def _backward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     mode, slices = option.mode, option.slices
     compute = training.precision.compute_bytes
-    if places.enter_again is None or places.leave_again is None or _computes_in_place(mode, training):
+    if places.leave_again is None or _computes_in_place(mode, training):
         return []
     copy = sizes.gathered * compute
+    if places.enter_again is None:
+        return _gathered_in_vain(mode, sizes, places, training, cluster)
     holds = [Hold(GATHERED, copy, places.enter_again, places.leave_again)]
+    if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
+        beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)
+        holds.append(Hold(GATHERED, beyond_input, places.leave_again, places.leave_again.next()))
     if is_gathered_again(mode) or mode == REPLICATE:
         in_node = mode == FREE_TO_NODE
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
@@ -259,6 +290,18 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     return holds
 
 
+def _gathered_in_vain(
+    mode: str, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+) -> list[Hold]:
+    """The gather of a unit that backward never reaches, issued by the one before it: FSDP2 frees it in the end."""
+    issue, compute = places.issue_again, training.precision.compute_bytes
+    if issue is None or not is_gathered_again(mode):
+        return []
+    sent = sizes.gathered // cluster.devices_per_node if mode == FREE_TO_NODE else sizes.held
+    cast = [Hold(BUFFERS, sent * compute, issue, issue.next())] if training.precision.casts else []
+    return [Hold(BUFFERS, sizes.gathered * compute, issue, places.finish), *cast]
+
+
 def _lasts(training: Training, cluster: Cluster) -> bool:
     """Whether reductions are under way beside backward's kernels: carried ones, if no cast waits for the result."""
     return cluster.device.is_cpu and training.reduce_bytes == training.precision.master_bytes
@@ -266,6 +309,8 @@ def _lasts(training: Training, cluster: Cluster) -> bool:
 
 def reduction_end(places: Places, training: Training, cluster: Cluster) -> Position:
     """Where a reduction's buffers are freed: where the next begins, or once the next is under way too."""
+    if places.late:
+        return places.finish
     return min(places.reduced.next().next(), places.finish) if _lasts(training, cluster) else places.reduced
 
 
@@ -302,7 +347,8 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
         added = ended if under_way else leave.next().next()
-        if lasting and reduce == master and not option.reduce_once:
+        makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
+        if makes_zeros or (lasting and reduce == master and not option.reduce_once):
             added = places.finish
         holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
     return holds
@@ -324,10 +370,10 @@ def _own_gradients(
     if option.mode != REPLICATE and copied != places.leave_again:  # of slices none outlives the operator
         # FSDP2's loop variables still name the last one, and the last of those that it has put in order
         held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one]
+    made = dict(places.gradients)
     holds = [
-        Hold(GRADIENTS, numels[name] * compute, position, copied.next() if name in held_longer else copied)
-        for name, position in places.gradients
-        if name in numels
+        Hold(GRADIENTS, numel * compute, made.get(name, entry), copied.next() if name in held_longer else copied)
+        for name, numel in numels.items()
     ]
     if sizes.moved_gradients:  # the last one beside its copy; those before it have given way to theirs
         holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, copied))
@@ -367,7 +413,9 @@ def _per_call(operator: Operator, part: int, outputs: int) -> Affine:
     return Affine(*(each * part // (outputs * operator.calls) for each in (whole.constant, whole.per_sample)))
 
 
-def stepping_bytes(unit: Unit, option: Option, training: Training, cluster: Cluster) -> int:
+def stepping_bytes(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> int:
     """Bytes that the optimizer needs for a unit only while it steps."""
-    held = sum(count * unit.sizes(mode, cluster, option.slices).trained for mode, count in option.held)
+    held = sum(
+        count * sum(_used(unit.sizes(mode, cluster, option.slices), places)) for mode, count in option.held
+    )
     return training.optimizer.temporaries * training.precision.master_bytes * held

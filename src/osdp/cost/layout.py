@@ -15,7 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from osdp.cluster import Cluster
 from osdp.cost.holds import COPY, ISSUE, Places, Position
+from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
 from osdp.planfile import backward_order
@@ -90,13 +92,18 @@ class ShapedStage:
         return tuple(footprint(self.trace, unit) for unit in self.units)
 
 
-def levels(stretches: Sequence[Stretch], batch: int) -> IntArray:
+def has_workspaces(training: Training, cluster: Cluster) -> bool:
+    """Whether matrix products take working space from torch; see [Note: Workspaces] in osdp.model.kernels."""
+    return cluster.device.is_cpu and training.precision.compute_bytes == 2
+
+
+def levels(stretches: Sequence[Stretch], batch: int, *, workspaces: bool) -> IntArray:
     """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the stretch's peak."""
     result = np.zeros(3 * len(stretches), dtype=np.int64)
     before = 0
     for index, stretch in enumerate(stretches):
         result[3 * index : 3 * index + 2] = before
-        result[3 * index + 2] = stretch.peak_at(batch)
+        result[3 * index + 2] = stretch.peak_at(batch, workspaces=workspaces)
         before = stretch.end.at(batch)
     return result
 
@@ -136,8 +143,8 @@ class Layout:
         for i, place in enumerate(raw):
             if i in again and place.enter_again is not None and again[i] >= place.enter_again:
                 del again[i]
-        left = sorted((p.leave_again, i) for i, p in enumerate(raw) if p.leave_again is not None)
-        reduced = {i: after[0] for (_, i), after in _pairs(left)}
+        left = sorted((p.leave_again, i) for i, p in enumerate(raw) if p.leave_again is not None and not p.late)
+        reduced = {i: self._reduced(place, raw[after], self.units[after]) for (_, i), (place, after) in _pairs(left)}
         return [
             Places(
                 issue=issues.get(i),
@@ -152,9 +159,16 @@ class Layout:
                 second=p.second,
                 is_second=i in after_first,
                 calls=p.calls,
+                late=p.late,
             )
             for i, p in enumerate(raw)
         ]
+
+    @staticmethod
+    def _reduced(left: Position, after: _RawPlaces, unit: Unit) -> Position:
+        """Where a reduction gives way to the next unit's: once that one has the zeros that it sends, if any."""
+        makes_zeros = len(after.gradients) < sum(parameter.trainable for parameter in unit.parameters)
+        return left.next() if makes_zeros else left
 
     def _second_issue(self, raw: list[_RawPlaces], entered: list[tuple[Position, int]], unit: int) -> Position | None:
         """Where, in a second forward, the unit entered before this one issues its gather."""
@@ -183,15 +197,20 @@ class Layout:
                 gradients.setdefault(name, Position(self.visit(i, True), 3 * stretch))
         reached = place("reached", True, False)
         enter_again = place("enter_again", True, False)
+        enter, leave_again = place("enter", False, False), place("leave_again", True, True)
+        late = unit.block is not None and unit.trained and enter is not None and leave_again is None
+        if late:
+            leave_again = Position(self.visit(home, True), 3 * len(self.shaped[home].trace.backward) - 3)
         return _RawPlaces(
-            enter=place("enter", False, False),
+            enter=enter,
             leave=place("leave", False, True),
             enter_again=enter_again,
             reached=reached,
             second=enter_again if enter_again != reached else None,
-            leave_again=place("leave_again", True, True),
+            leave_again=leave_again,
             gradients=tuple(gradients.items()),
             calls=sum(f.calls for _, f in found) if len(unit.modules) == 1 else 1,
+            late=late,
         )
 
     def _footprint(self, stage: int, home: int, unit: Unit) -> Footprint:
@@ -211,6 +230,7 @@ class _RawPlaces:
     leave_again: Position | None
     gradients: tuple[tuple[str, Position], ...]
     calls: int
+    late: bool
 
 
 def _pairs(items: list[tuple[Position, int]]) -> list[tuple[tuple[Position, int], tuple[Position, int]]]:

@@ -185,14 +185,16 @@ class _Measured:
         self.ahead, self.cast = self._prefetched(holds, forward_issue(places, tables.cluster), forward, 0)
         self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
         left = value_at(holds, Position(end, 0)) - self.always - self.after
-        self.stepping = stepping_bytes(unit, option, tables.training, tables.cluster) + left
+        self.stepping = stepping_bytes(unit, option, places, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
         own = _visits_of(places)
         if not own <= set(slots.visits):  # it spans stages
             own |= set(slots.visits)  # there it has rows
             visits = [0 if v in own else value_at(holds, Position(v, 0)) - self.always for v in range(end)]
             self.far = np.array(visits, dtype=np.int64)
-            self.between = self.ahead = self.cast = self.ahead_again = self.cast_again = self.reducing = 0
+            self.stepping += self.after  # in the visits before the optimizer it is part of `far`
+            self.between = self.after = self.reducing = 0
+            self.ahead = self.cast = self.ahead_again = self.cast_again = 0
 
     def _prefetched(self, holds: Sequence[Hold], issue: Position | None, visit: int, held: int) -> tuple[int, int]:
         """What the unit's gather holds in the visit before its own, and what more at the moment of issue."""
@@ -205,6 +207,8 @@ class _Measured:
 def _visits_of(places: Places) -> set[int]:
     """Where a unit is used, and where its gather is issued if that is not the visit before."""
     used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
+    if places.issue_again is not None and places.enter_again is None:  # gathered in vain
+        used.add(places.issue_again.visit)
     return used | {issue.visit for issue, enter in places.gathers if issue.visit < enter.visit - 1}
 
 

@@ -231,8 +231,9 @@ class _Walk:
             self._calls[mark.name] -= 1
             if not self._awaited[index]:
                 self._go_back(index)
-        elif number == self._leave_again.get(index) and len(pieces) == 1:
-            self._reduce(pieces[0])
+        elif number == self._leave_again.get(index) and (len(pieces) == 1 or index not in self._reached):
+            for piece in pieces:  # of several only if no gradient reached the unit: see [Note: Left at the end]
+                self._reduce(piece)
 
     def _second_forward(self, index: int) -> None:
         """A second forward issues as the first did, but for the piece whose backward has begun."""

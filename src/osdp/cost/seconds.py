@@ -151,7 +151,8 @@ def slice_work(unit: Unit, option: Option, mode: str, places: Places, training: 
     two_levels = option.crosses(mode)
     if places.enter is not None:
         gather = _visited(_gather(mode, sizes, training, cluster, again=False, two_levels=two_levels), cluster)
-    if places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE):
+    in_vain = places.issue_again is not None and is_gathered_again(mode)  # see [Note: Left at the end]
+    if in_vain or (places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE)):
         again = _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels)
     if unit.trained and places.leave_again is not None:
         reduce = _visited(_reduce(mode, sizes, training, cluster, two_levels=two_levels), cluster)
@@ -160,7 +161,7 @@ def slice_work(unit: Unit, option: Option, mode: str, places: Places, training: 
     timed = cluster.timed_optimizer(training.optimizer.name)
     seconds = cluster.device.memory_seconds(step_bytes)
     if timed is not None:
-        seconds = sizes.trained_tensors * timed.tensor_seconds + held * timed.byte_seconds
+        seconds = len(sizes.gradients) * timed.tensor_seconds + held * timed.byte_seconds
     return UnitWork(tuple(gather), tuple(again), tuple(reduce), step_bytes, seconds)
 
 
@@ -212,7 +213,7 @@ def _gather(
 
 def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
     compute, reduce = training.precision.compute_bytes, training.reduce_bytes
-    nbytes, tensors = sizes.reduced * reduce, sizes.trained_tensors
+    nbytes, tensors = sizes.reduced * reduce, len(sizes.gradients)
     moved = sum(numel for _, numel in sizes.moved_gradients)
     copied = (sum(numel for _, numel in sizes.gradients) + 2 * moved) * compute + nbytes
     if mode == REPLICATE:

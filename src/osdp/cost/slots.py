@@ -53,7 +53,7 @@ def neighbour_flags(
                 issues[which].append(issue)
         left = places.leave_again
         end = reduction_end(places, training, cluster)
-        if left is not None and left.visit < slots.visits[1] <= end.visit:
+        if left is not None and not places.late and left.visit < slots.visits[1] <= end.visit:
             reduced.append(end)
     flags = []
     for which, length in enumerate(slots.lengths):

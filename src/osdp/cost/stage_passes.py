@@ -37,8 +37,14 @@ class StagePasses:
         self._home = [(stage, n) for stage, shaped in enumerate(layout.shaped) for n in range(len(shaped.units))]
         self._by_visit: list[list[Event]] = [[] for _ in range(2 * len(layout.shaped))]
         for event in events:
-            self._by_visit[event.visit].append(event)
+            self._by_visit[self._visit_of(event)].append(event)
         self._pending = self._pending_gathers(events)
+
+    def _visit_of(self, event: Event) -> int:
+        """The visit that an event counts for: a block's reductions are its own; see [Note: Left at the end]."""
+        if event.do is not Do.REDUCE or event.piece is None or event.piece.unit.block is None:
+            return event.visit
+        return self._layout.visit(self._home[event.piece.index][0], True)
 
     def _pending_gathers(self, events: Sequence[Event]) -> dict[int, tuple[int, str]]:
         """Visits whose stage has a unit that an earlier stage of the same pass gathered ahead: which, and how."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cost.holds import Places
-from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
+from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, has_workspaces, levels
 from osdp.cost.option_seconds import Kernels, SliceWires, option_lines, slice_lines
 from osdp.cost.options import Growths, growth_rows, guests_of, options_of, slices_of, together
 from osdp.cost.schedule import full_schedule
@@ -24,7 +24,7 @@ from osdp.cost.seconds import Compute, compute_time
 from osdp.cost.slots import SlotGroups, Slots, neighbour_flags
 from osdp.cost.stage_passes import PassOps, StagePasses
 from osdp.cost.training import Training
-from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, modes_for
+from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
 from osdp.planfile import MODES, REPLICATE
@@ -96,7 +96,7 @@ class Tables:
             for p in (self.rules.pins or {})
             if any(fnmatchcase(n, p) for n in (stage.name, *stage.parts, *stage.operators))
         )
-        key = (stage.alike, ends, pinned) if stage.is_block else ("outside", index)
+        key = (stage.alike, ends, pinned, self._is_gathered_ahead(index)) if stage.is_block else ("outside", index)
         if key not in self._made:
             made = [_MadeShape.of(self, index, shape) for shape in self._allowed(index)]
             usable = [shape for shape in made if all(shape.options)]
@@ -104,6 +104,12 @@ class Tables:
                 raise UsageError(f"the pins leave no way to hold {stage.name}; drop one, or allow finer granularity")
             self._made[key] = usable
         return self._made[key]
+
+    def _is_gathered_ahead(self, index: int) -> bool:
+        """Whether backward enters the unit that issues this stage's gather: not if it has no gradient."""
+        behind = self.graph.stages[index + 1 : index + 2]
+        first = [units[0] for stage in behind for units in stage_units(self.graph, stage).values() if units]
+        return not is_any_unused(self.graph, first)
 
     def _allowed(self, index: int) -> list[Shape]:
         stage = self.graph.stages[index]
@@ -228,6 +234,7 @@ class _MadeShape:
     passes: tuple[PassOps, PassOps]
     places: tuple[Places, ...]
     wires: Mapping[tuple[int, Option], SliceWires]  # of every unit's split options
+    workspaces: bool
 
     @staticmethod
     def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
@@ -280,6 +287,7 @@ class _MadeShape:
             _passes(layout, index, tables.cluster),
             tuple(all_places),
             wires,
+            has_workspaces(tables.training, tables.cluster),
         )
 
     def allowed(self, recomputed: bool | None) -> bool:
@@ -289,8 +297,8 @@ class _MadeShape:
 
     def table(self, batch: int, time_batch: int) -> ShapeTable:
         trace = self.shaped.trace
-        forward, kept = self.forward.rows(levels(trace.forward, batch))
-        backward, kept_again = self.backward.rows(levels(trace.backward, batch))
+        forward, kept = self.forward.rows(levels(trace.forward, batch, workspaces=self.workspaces))
+        backward, kept_again = self.backward.rows(levels(trace.backward, batch, workspaces=self.workspaces))
         # at another batch the seconds bound those of all sizes in between; see [Note: Interval] in osdp.search.batches
         passes = [
             ops.timed(lambda first, stop, time=time: time.between(first, stop, batch, time_batch))

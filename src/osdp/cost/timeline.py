@@ -19,7 +19,7 @@ from osdp.cost.holds import (
     stepping_bytes,
     unit_holds,
 )
-from osdp.cost.layout import Layout, levels
+from osdp.cost.layout import Layout, has_workspaces, levels
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.model.graph import IntArray
@@ -99,11 +99,11 @@ def build_timeline(
             change[row[TEMPORARIES], begin] += growth.nbytes.at(batch)
             change[row[TEMPORARIES], end] -= growth.nbytes.at(batch)
     parts = change.cumsum(axis=1)[:, :columns]
-    level = 0
+    level, workspaces = 0, has_workspaces(training, cluster)
     for visit, stretches in enumerate(passes):
         if not stretches:
             continue
-        slots = level + levels(stretches, batch)
+        slots = level + levels(stretches, batch, workspaces=workspaces)
         span = slice(int(starts[visit]), int(starts[visit + 1]))
         at_marks = np.repeat(slots[0::3], 3)
         parts[row[SAVED], span] = np.minimum(at_marks, slots)
@@ -111,8 +111,8 @@ def build_timeline(
         level += stretches[-1].end.at(batch)
     parts[row[CONSTANTS]] += graph.buffer_bytes + graph.input_bytes.at(batch)
     parts[row[SAVED], -1] = level
-    for unit, option in zip(layout.units, options, strict=True):
-        parts[row[TEMPORARIES], -1] += stepping_bytes(unit, option, training, cluster)
+    for unit, option, places in zip(layout.units, options, layout.places, strict=True):
+        parts[row[TEMPORARIES], -1] += stepping_bytes(unit, option, places, training, cluster)
     return Timeline(layout, parts, tuple(int(start) for start in starts))
 
 

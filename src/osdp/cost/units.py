@@ -6,7 +6,9 @@ operator. A unit holds the parameters below its modules that no deeper unit hold
 
 [Note: Granularity]
 A block is gathered whole, by its parts, or by its operators; what is too small to be gathered alone stays with the
-block. Outside blocks every operator is a unit. Operators with tied parameters make one unit.
+block. Outside blocks every operator is a unit. Operators with tied parameters make one unit. A block with an operator
+that no gradient reaches is gathered whole where that operator would be a unit: backward never enters such a unit, which
+therefore would not issue the next one's gather.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class Sizes:
     reduced: int
     trained: int
     gradients: tuple[tuple[str, int], ...]  # elements of each trained parameter, not padded
+    shards: tuple[tuple[str, int], ...]  # elements that a rank has of each trained parameter
     tensors: tuple[int, ...]  # gathered elements of each parameter
-    trained_tensors: int
     moved: int  # gathered elements
     moved_gradients: tuple[tuple[str, int], ...]
     padded: int  # elements, with their padding, of the trained parameters that do not divide over the ranks
@@ -132,7 +134,7 @@ class Unit:
 @lru_cache(maxsize=65536)
 def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, first_only: bool) -> Sizes:
     gathered = held = reduced = trained = moved = padded = largest = 0
-    gradients, tensors, moved_gradients = [], [], []
+    gradients, shards, tensors, moved_gradients = [], [], [], []
     for name, shape, trainable in shapes:
         dim = 0 if first_only else shard_dim(shape, ranks)
         numel = math.prod(shape)
@@ -146,6 +148,7 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
             reduced += shard * ranks
             trained += shard
             gradients.append((name, numel))
+            shards.append((name, shard))
             padded += shard * ranks if shard * ranks != numel else 0
             largest = max(largest, shard * ranks)
             if dim:
@@ -156,8 +159,8 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
         reduced=reduced,
         trained=trained,
         gradients=tuple(gradients),
+        shards=tuple(shards),
         tensors=tuple(tensors),
-        trained_tensors=len(gradients),
         moved=moved,
         moved_gradients=tuple(moved_gradients),
         padded=padded,
@@ -209,9 +212,15 @@ def stage_units(graph: ModelGraph, stage: Stage) -> dict[str, tuple[Unit, ...]]:
     found: dict[str, tuple[Unit, ...]] = {}
     for granularity, modules in choices.items():
         units = _block_units(graph, stage, modules)
-        if units not in found.values() and not (granularity != WHOLE and len(units) < 2):
+        if granularity == WHOLE or (units not in found.values() and len(units) > 1 and not is_any_unused(graph, units)):
             found[granularity] = units
     return found
+
+
+def is_any_unused(graph: ModelGraph, units: Iterable[Unit]) -> bool:
+    """Whether the loss depends on none of the trained parameters of some unit."""
+    trained = ({p.name for p in unit.parameters if p.trainable} for unit in units)
+    return any(names and names <= set(graph.unused) for names in trained)
 
 
 def _tied_owners(operators: Iterable[Operator], tied: set[str]) -> list[str]:

@@ -31,6 +31,7 @@ class GrowingTrace:
     mark_live: IntArray
     end_live: IntArray
     kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    workspaces: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     def at(self, batch: int) -> IntArray:
         return self.live @ np.array([1, batch])
@@ -77,6 +78,7 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         lines("mark_live"),
         lines("end_live"),
         np.array(first.kinds, dtype=np.int64),
+        lines("workspaces"),
     )
 
 
@@ -226,9 +228,17 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
+                worked=_worked(trace, first_kernel, last_kernel, base),
             )
         )
     return tuple(stretches)
+
+
+def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[Affine, ...]:
+    """The levels of products with the working space that they may take; see [Note: Workspaces] in kernels.py."""
+    workspaces = trace.workspaces[first:last]
+    products = workspaces.any(axis=1)
+    return upper_lines(trace.live[first:last][products] + workspaces[products] - base) if products.any() else ()
 
 
 def renamed(trace: Trace, rename: tuple[str, str]) -> Trace:

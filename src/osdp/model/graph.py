@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.errors import UsageError
+from osdp.model.kernels import WORKSPACE_BYTES
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -109,7 +110,8 @@ class Stretch:
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
     closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
-    `kinds` its `KernelKind`.
+    `kinds` its `KernelKind`. `worked` are the lines of products with their working space, see [Note: Workspaces] in
+    kernels.py.
     """
 
     mark: Mark
@@ -118,9 +120,14 @@ class Stretch:
     flops: IntArray
     moved: IntArray
     kinds: IntArray
+    worked: tuple[Affine, ...] = ()
 
-    def peak_at(self, batch: int) -> int:
-        return max(line.at(batch) for line in self.peak)
+    def peak_at(self, batch: int, *, workspaces: bool = False) -> int:
+        """The highest level; with `workspaces`, with the working space that products take."""
+        peak = max(line.at(batch) for line in self.peak)
+        if not workspaces or not self.worked:
+            return peak
+        return max(peak, min(max(line.at(batch) for line in self.worked), peak + WORKSPACE_BYTES))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 from osdp.model.inputs import map_tensors
-from osdp.model.kernels import kernel_kind
+from osdp.model.kernels import kernel_kind, product_workspace
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -31,6 +31,7 @@ class RawTrace:
     flops: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
+    workspaces: list[int] = field(default_factory=list)  # see [Note: Workspaces] in kernels.py
     live: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
@@ -145,13 +146,17 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket is torch.ops.aten.embedding:
             inputs = [*inputs[1:], *outputs]  # reads the rows that it puts out, not the whole table
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)))
+        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)), self._workspace(func, args))
         return out
 
-    def _point(self, flops: int, moved: int, kind: int = 0) -> None:
+    def _workspace(self, func: Any, args: Sequence[Any]) -> int:
+        return product_workspace(func, args)
+
+    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
         self.trace.flops.append(flops)
         self.trace.moved.append(moved)
         self.trace.kinds.append(kind)
+        self.trace.workspaces.append(workspace)
         self.trace.live.append(self.live)
 
 
@@ -265,7 +270,7 @@ class Hooks:
                 self._saved.add(storage._cdata)
                 where = self.inside[-1] if self.inside else ""
                 recorder.trace.saved[where] = recorder.trace.saved.get(where, 0) + storage.nbytes()
-            return tensor
+            return tensor.detach()  # with its history it would keep itself alive where no backward comes
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
@@ -273,13 +278,22 @@ class Hooks:
     def flush(self, model: nn.Module) -> None:
         """Leaves what no input gradient has left, the root first: FSDP2 reduces those units when backward ends.
 
-        Modules that share a parameter are one unit, and are left together.
+        So it does with modules that no gradient reached at all, with zeros. Modules that share a parameter are one
+        unit, and are left together.
         """
-        backward = self.recorder.trace.marks[self.recorder.trace.backward_mark :]
-        entered = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
-        left = Counter(mark.name for mark in backward if mark.kind == "leave" and not mark.again)
-        waiting = {name: set(module._parameters.values()) for name, module in model.named_modules()}
-        waiting = {name: own for name, own in waiting.items() if entered[name] > left[name]}
+        marks, turn = self.recorder.trace.marks, self.recorder.trace.backward_mark
+        called = {mark.name for mark in marks[:turn] if mark.kind == "enter"}
+        backward = [mark for mark in marks[turn:] if not mark.again]
+        entered = Counter(mark.name for mark in backward if mark.kind == "enter")
+        left = Counter(mark.name for mark in backward if mark.kind == "leave")
+        modules = dict(model.named_modules())
+        waiting = {name: set(module._parameters.values()) for name, module in modules.items()}
+        waiting = {
+            name: own
+            for name, own in waiting.items()
+            if entered[name] > left[name]
+            or (name in called and not left[name] and any(p.requires_grad for p in modules[name].parameters()))
+        }
         while waiting:
             first, own = next(iter(waiting.items()))
             for name in [name for name, others in waiting.items() if name == first or (own & others) - {None}]:

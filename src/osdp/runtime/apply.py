@@ -37,7 +37,7 @@ from osdp.runtime.recovery import Recovery
 from osdp.runtime.same_inputs import one_tensor_stays_one
 from osdp.runtime.scalars import give_scalars_a_dimension
 from osdp.runtime.split import split_operators
-from osdp.runtime.unused import Unused, largest_of_all
+from osdp.runtime.unused import Exchange, Unused, largest_of_all, on_any_rank, on_this_rank
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -107,14 +107,16 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
         for module in piece.modules:
             if isinstance(module, nn.MultiheadAttention):
                 one_tensor_stays_one(module)
+    reductions = Reductions(meshes.courier) if carried else None
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
         for group in param_groups(piece.modules[0]):
-            reduce_after_last_call(group)
+            reduce_after_last_call(group, None if reductions is None else reductions.finish)
             if piece.mode == REPLICATE:
                 compute_in_place(group)
-    reductions = _carry(pieces, meshes) if carried else None
+    if reductions is not None:
+        _carry(pieces, meshes, reductions)
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=carried)
     agree_on_overflow(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
@@ -197,10 +199,9 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
+def _carry(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:
     """Gives every piece's collectives to one courier; see [Note: Engines]."""
     courier = meshes.courier
-    reductions = Reductions(courier)
     for piece in pieces:
         module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
         for group in param_groups(piece.modules[0]):
@@ -209,21 +210,19 @@ def _carry(pieces: Sequence[Piece], meshes: Meshes) -> Reductions:
             module.set_custom_reduce_scatter(scatter)
             if piece.mode == REPLICATE:
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
-    return reductions
 
 
-def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused | None:
+def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused:
     """See [Note: Unused]; in a world that is not real there is nobody to ask."""
-    if dist.get_backend() == "fake":
-        return None
     units = _groups(pieces)
-    if reductions is None:
-        return Unused(units, lambda: None, functools.partial(largest_of_all, group=meshes.processors))
-    return Unused(
-        units,
-        reductions.finish,
-        lambda used: reductions.run(lambda own: largest_of_all(used, own.world)),
-    )
+    finish = reductions.finish if reductions is not None else lambda: None
+    if dist.get_backend() == "fake":
+        return Unused(units, finish, on_this_rank)
+    exchange: Exchange = functools.partial(largest_of_all, group=meshes.processors)
+    if reductions is not None:
+        run = reductions.run
+        exchange = lambda used: run(lambda own: largest_of_all(used, own.world))  # noqa: E731
+    return Unused(units, finish, functools.partial(on_any_rank, exchange=exchange))
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:

@@ -8,8 +8,9 @@ such. The rest are activations and temporaries of kernels, which only their use 
 
 [Note: Kernels' copies]
 A kernel of torch that is made of others allocates inside, which fake tensors do not show. Of those in a step it matters
-in one: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
-osdp.cost.holds). The recorder makes the same copies where it sees that kernel.
+in two: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
+osdp.cost.holds), and products in 16 bits take working space (see [Note: Workspaces] in osdp.model.kernels). The recorder
+makes the same copies, and adds that space, where it sees such a kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from osdp._torch import tree_leaves
 from osdp.cost.holds import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
+from osdp.model.kernels import WORKSPACE_BYTES
 from osdp.model.trace import Recorder
 from osdp.runtime.record import Recording
 
@@ -120,6 +122,16 @@ class PartRecorder(Recorder):
         if entry is not None:
             self._changes.append((len(self.trace.live), self._number.pop(key), -entry[1]))
         super()._freed(key, _)
+
+    def _workspace(self, func: Any, args: Sequence[Any]) -> int:
+        if self._issued is not None or not args or getattr(args[0], "itemsize", 0) != 2:  # not in 16 bits on processors
+            return 0
+        return min(super()._workspace(func, args), WORKSPACE_BYTES)
+
+    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
+        """Working space is there while the kernel runs, and only then."""
+        super()._point(flops, moved, kind, workspace)
+        self.trace.live[-1] += workspace
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Recovery:
     """Keeps a model's gradients whole or refused; see [Note: Steps that end early]."""
 
     def __init__(
-        self, model: FSDPModule, groups: Sequence[FSDPParamGroup], reductions: Reductions | None, unused: Unused | None
+        self, model: FSDPModule, groups: Sequence[FSDPParamGroup], reductions: Reductions | None, unused: Unused
     ) -> None:
         self._model, self._groups, self._reductions, self._unused = model, groups, reductions, unused
         self._is_lost = False  # a backward failed, and its gradients may still be there
@@ -92,8 +92,7 @@ class Recovery:
             self._is_lost = True
             if self._reductions is not None:
                 self._reductions.abandon()
-            if self._unused is not None:
-                self._unused.forget()
+            self._unused.forget()
         self._model.reset_iter_state()
         for group in self._groups if broke else ():
             drop_gradients(group)

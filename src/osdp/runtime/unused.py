@@ -22,14 +22,29 @@ Finish = Callable[[], None]
 Exchange = Callable[[Tensor], None]
 
 
+def on_this_rank(used: Sequence[bool]) -> Sequence[bool]:
+    """The answer where there is no other rank to ask, in a dry run."""
+    return used
+
+
+def on_any_rank(used: Sequence[bool], exchange: Exchange) -> Sequence[bool]:
+    """The answer of all ranks; `exchange` makes a tensor the largest of every rank's in place."""
+    flags = torch.tensor(used, dtype=torch.uint8)
+    exchange(flags)
+    return [bool(flag) for flag in flags.tolist()]
+
+
 class Unused:
     """The parameters of a model, watched through every backward; see [Note: Unused].
 
-    `finish` ends the reductions that are under way, `exchange` is the largest of every rank's bytes in place.
+    `finish` ends the reductions that are under way, `anywhere` says which of the parameters that this rank has used, or
+    not, any rank has.
     """
 
-    def __init__(self, units: Sequence[FSDPParamGroup], finish: Finish, exchange: Exchange) -> None:
-        self._finish, self._exchange = finish, exchange
+    def __init__(
+        self, units: Sequence[FSDPParamGroup], finish: Finish, anywhere: Callable[[Sequence[bool]], Sequence[bool]]
+    ) -> None:
+        self._finish, self._anywhere = finish, anywhere
         self._params: list[WatchedParam] = [param for unit in units for param in watch(unit, self._reduced)]
         self._any = False
 
@@ -48,11 +63,10 @@ class Unused:
     def _settle(self) -> None:
         if not self._any:
             return
-        used = torch.tensor([not param.is_zero for param in self._params], dtype=torch.uint8)
-        self._exchange(used)  # beside the last reduction
+        used = self._anywhere([not param.is_zero for param in self._params])  # beside the last reduction
         self._finish()
-        for param, anywhere in zip(self._params, used.tolist(), strict=True):
-            if not anywhere:
+        for param, is_used in zip(self._params, used, strict=True):
+            if not is_used:
                 param.sharded_param.grad = None
         self.forget()
 
