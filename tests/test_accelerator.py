@@ -29,7 +29,8 @@ from osdp.planfile import Plan
 
 TOUCHING = {"Stream", "Event", "current_stream", "wait_stream", "wait_event", "record_event", "elapsed_time"}
 TOUCHING |= {"max_memory_allocated", "max_memory_reserved", "memory_reserved", "reset_peak_memory_stats"}
-TOUCHING |= {"mem_get_info", "set_device", "set_device_index", "get_device_name", "get_device_properties"}
+TOUCHING |= {"mem_get_info", "empty_cache", "set_device", "set_device_index"}
+TOUCHING |= {"get_device_name", "get_device_properties"}
 
 
 def test_streams_events_and_the_allocator_are_touched_in_one_module() -> None:

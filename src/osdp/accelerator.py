@@ -162,6 +162,11 @@ class DeviceCalls:
         if event is not None and self._module:
             self._module.current_stream().wait_event(event)
 
+    def free_cached(self) -> None:
+        """Gives memory back that the caching allocator holds and nobody uses."""
+        if self._module:
+            self._module.empty_cache()
+
     def forget_peak(self) -> None:
         """Lets `peak_bytes` and `peak_reserved_bytes` begin anew."""
         if self._module:
