@@ -89,11 +89,12 @@ def work(args: Namespace) -> int:
     import torch
     import torch.distributed as dist
 
+    from osdp.engine import ASYNC_GLOO
     from osdp.runtime.meshes import meshes_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    groups = meshes_of("cpu", args.hosts, args.ranks_per_host, carried=True).groups
+    groups = meshes_of("cpu", args.hosts, args.ranks_per_host, engine=ASYNC_GLOO).groups
     found = []
     for mebibytes in args.mebibytes.split(","):
         size = int(float(mebibytes) * 2**20)

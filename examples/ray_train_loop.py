@@ -18,15 +18,14 @@ from osdp.training.data import demo_text
 
 def train_steps(config: dict[str, Any], report: Callable[[dict[str, float]], None]) -> None:
     """Runs on every worker, when the process group is there already."""
-    rank, ranks, cuda = dist.get_rank(), dist.get_world_size(), torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), osdp.start()
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=256, positions=64, layers=(4,), widths=(128,)))
     example = torch.zeros(1, 64, dtype=torch.long)
-    precision = "bf16" if cuda else "fp32"
+    precision = "fp32" if device.type == "cpu" else "bf16"
     plan = osdp.plan(model, (example, example), config["cluster"], precision=precision, batch=4)
-    osdp.parallelize(model, plan, device_type=device.type)
-    osdp.initialize(model, seed=0, device=device)
+    osdp.parallelize(model, plan)
+    osdp.initialize(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     done = osdp.load_checkpoint(config["checkpoint"], model, optimizer)  # a folder that all workers share
     text = torch.frombuffer(bytearray(demo_text().read_bytes()), dtype=torch.uint8).long()

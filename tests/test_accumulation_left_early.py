@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trained import Trained, same, sgd, three_plans
 
 import osdp
+from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.errors import OsdpError
 from osdp.planfile import Plan
 
@@ -146,20 +147,20 @@ def train(model: nn.Module, way: Way) -> Trained:
     return Trained((mean / ranks).tolist(), gradients, whole_parameters(model))
 
 
-def on_ranks(kind: type[nn.Module], plan: Plan, carried: bool) -> list[Trained]:
-    return [train(osdp.parallelize(built(kind), plan, carried=carried), way) for way in WAYS]
+def on_ranks(kind: type[nn.Module], plan: Plan, engine: Engine) -> list[Trained]:
+    return [train(osdp.parallelize(built(kind), plan, engine=engine), way) for way in WAYS]
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "shape", "carried"),
-    [(Model, "2", 0, True), (Twice, "3", 1, True), (Model, "2x2", 2, True), (Model, "2", 2, False)],
+    ("kind", "world", "shape", "engine"),
+    [(Model, "2", 0, ASYNC_GLOO), (Twice, "3", 1, ASYNC_GLOO), (Model, "2x2", 2, ASYNC_GLOO), (Model, "2", 2, STOCK)],
 )
 def test_steps_that_end_early_are_those_of_a_single_process(
-    kind: type[nn.Module], world: str, shape: int, carried: bool
+    kind: type[nn.Module], world: str, shape: int, engine: Engine
 ) -> None:
     plan = three_plans(kind, world, reduce_once=(True, False, True), accumulation=TIMES)[shape]
     truths = [train(built(kind), way) for way in WAYS]
-    for runs in run_ranks(plan.cluster.world_size, on_ranks, kind, plan, carried, timeout_seconds=120):
+    for runs in run_ranks(plan.cluster.world_size, on_ranks, kind, plan, engine, timeout_seconds=120):
         for way, run, truth in zip(WAYS, runs, truths, strict=True):
             try:
                 same(run, truth)

@@ -60,10 +60,11 @@ def test_threads_are_there_while_a_model_uses_them() -> None:
 SCRIPT = """
 import sys, threading
 import torch.distributed as dist
+from osdp.engine import ASYNC_GLOO
 from osdp.runtime.meshes import meshes_of
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-courier, gate, done = meshes_of("cpu", 1, 1, carried=True).courier, threading.Event(), []
+courier, gate, done = meshes_of("cpu", 1, 1, engine=ASYNC_GLOO).courier, threading.Event(), []
 for _ in range(2):
     courier.send(lambda groups: gate.wait())
 for _ in range(4999):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trained import Trained, same, sgd, three_plans
 
 import osdp
+from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.errors import UsageError
 from osdp.planfile import Plan
 
@@ -92,14 +93,14 @@ def train(model: nn.Module, way: Callable[[nn.Module, torch.optim.Optimizer], li
     return Trained(values.tolist(), whole_gradients(model), whole_parameters(model))
 
 
-def on_ranks(kind: type[nn.Module], plans: list[tuple[Plan, bool]]) -> list[Trained]:
-    return [train(osdp.parallelize(built(kind), plan, carried=carried), way) for plan, carried in plans for way in WAYS]
+def on_ranks(kind: type[nn.Module], plans: list[tuple[Plan, Engine]]) -> list[Trained]:
+    return [train(osdp.parallelize(built(kind), plan, engine=engine), way) for plan, engine in plans for way in WAYS]
 
 
 @pytest.mark.parametrize(("kind", "world"), [(Model, "2"), (Twice, "2x2")])
 def test_odd_moments_are_those_of_a_single_process(kind: type[nn.Module], world: str) -> None:
     recomputed, _, by_operators = three_plans(kind, world, reduce_once=(True, False), accumulation=2)
-    plans = [(recomputed, True), (by_operators, False)] if world == "2" else [(by_operators, True)]
+    plans = [(recomputed, ASYNC_GLOO), (by_operators, STOCK)] if world == "2" else [(by_operators, ASYNC_GLOO)]
     truths = [train(built(kind), way) for way in WAYS]
     for runs in run_ranks(recomputed.cluster.world_size, on_ranks, kind, plans):
         for index, run in enumerate(runs):

@@ -53,6 +53,7 @@ from trained import (
 
 import osdp
 from osdp.cost.units import OPERATORS
+from osdp.engine import ASYNC_GLOO, ENGINES, STOCK, Engine
 from osdp.planfile import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
 from osdp.profiling.trial import peak_above_start
 from osdp.runtime.meshes import LANES
@@ -60,8 +61,11 @@ from osdp.runtime.meshes import LANES
 NORMS = (1.0, 2.0, float("inf"))
 
 
-def on_ranks(kind: type[nn.Module], plans: Sequence[Plan]) -> list[Trained]:
-    return [train(osdp.parallelize(built(kind), plan), times=plan.accumulation) for plan in plans]
+def on_ranks(kind: type[nn.Module], plans: Sequence[Plan], engine: Engine = ASYNC_GLOO) -> list[Trained]:
+    return [train(osdp.parallelize(built(kind), plan, engine=engine), times=plan.accumulation) for plan in plans]
+
+
+by_both_engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:
@@ -69,25 +73,25 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=0.01, weight_decay=1.0)
 
 
-def unused_under_adamw(plans: Sequence[Plan], carried: bool) -> list[Trained]:
+def unused_under_adamw(plans: Sequence[Plan], engine: Engine) -> list[Trained]:
     return [
-        train(osdp.parallelize(built(Unused), plan, carried=carried), decaying, times=plan.accumulation)
-        for plan in plans
+        train(osdp.parallelize(built(Unused), plan, engine=engine), decaying, times=plan.accumulation) for plan in plans
     ]
 
 
-@pytest.mark.parametrize("carried", [True, False])
-def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(carried: bool) -> None:
+@by_both_engines
+def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(engine: Engine) -> None:
     plans = [three_plans(Unused, "2")[0], three_plans(Unused, "2", accumulation=2, reduce_once=(True, False))[2]]
     truth = train(built(Unused), decaying)
     before = dict(built(Unused).named_parameters())
     assert truth.gradients["blocks.0.idle"] is None
     assert torch.equal(truth.weights["blocks.0.idle"], before["blocks.0.idle"])
-    for runs in run_ranks(2, unused_under_adamw, plans, carried):
+    for runs in run_ranks(2, unused_under_adamw, plans, engine):
         for run in runs:
             same(run, truth)
 
 
+@by_both_engines
 @pytest.mark.parametrize(
     ("kind", "world"),
     [
@@ -100,16 +104,12 @@ def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(carried: bool) -> 
         (Owning, "3"),
     ],
 )
-def test_parameters_may_be_used_in_any_way(kind: type[nn.Module], world: str) -> None:
-    plans = three_plans(kind, world)
+def test_parameters_may_be_used_in_any_way(kind: type[nn.Module], world: str, engine: Engine) -> None:
+    plans = three_plans(kind, world)[slice(None) if engine == ASYNC_GLOO else slice(2)]
     truth = train(built(kind))
-    for runs in run_ranks(plans[0].cluster.world_size, on_ranks, kind, plans):
+    for runs in run_ranks(plans[0].cluster.world_size, on_ranks, kind, plans, engine):
         for run in runs:
             same(run, truth)
-
-
-def on_the_stock_engine(plans: Sequence[Plan]) -> list[Trained]:
-    return [train(osdp.parallelize(built(Model), plan, carried=False), times=plan.accumulation) for plan in plans]
 
 
 @pytest.mark.parametrize("world", ["2", "2x2"])
@@ -119,7 +119,7 @@ def test_the_stock_engine_trains_as_a_single_process(world: str) -> None:
     plans += three_plans(Model, world, accumulation=3, reduce_once=(True, False))[2:]
     assert {unit.mode for plan in plans for unit in plan.units} == set(EVERY_MODE)
     truth = train(built(Model))
-    for runs in run_ranks(plans[0].cluster.world_size, on_the_stock_engine, plans):
+    for runs in run_ranks(plans[0].cluster.world_size, on_ranks, Model, plans, STOCK):
         for run in runs:
             same(run, truth)
 
@@ -179,9 +179,9 @@ def test_plans_of_one_world_share_its_process_groups() -> None:
 MIXTURE = {("tokens",): FREE, ("blocks.0",): KEEP, ("blocks.1",): FREE_IN_NODE, ("head",): REPLICATE}
 
 
-def mixture(plan: Plan) -> tuple[dict[str, Tensor | None], float]:
+def mixture(plan: Plan, engine: Engine) -> tuple[dict[str, Tensor | None], float]:
     """Rank 0 calls experts 0 and 1, the last rank calls 2 alone."""
-    model = osdp.parallelize(built(Mixture), plan)
+    model = osdp.parallelize(built(Mixture), plan, engine=engine)
     loss = model(*mixture_part(dist.get_rank(), dist.get_world_size()))
     loss.backward()
     gradients = whole_gradients(model)
@@ -193,15 +193,16 @@ def mixture_part(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     return tokens, targets % 36 // 3 * 3 + (2 if rank == ranks - 1 else targets % 2)
 
 
+@by_both_engines
 @pytest.mark.parametrize("world", ["2", "2x2"])
-def test_an_expert_that_gets_no_token_on_a_rank_is_averaged_too(world: str) -> None:
+def test_an_expert_that_gets_no_token_on_a_rank_is_averaged_too(world: str, engine: Engine) -> None:
     model = built(Mixture)
     plan = plan_of_units(model, world, MIXTURE)
     ranks = plan.cluster.world_size
     for rank in range(ranks):
         (model(*mixture_part(rank, ranks)) / ranks).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-    for gradients, own_norm in run_ranks(ranks, mixture, plan, timeout_seconds=30):
+    for gradients, own_norm in run_ranks(ranks, mixture, plan, engine, timeout_seconds=30):
         for name, parameter in model.named_parameters():
             own = gradients[name]
             assert own is not None and parameter.grad is not None, name
@@ -219,9 +220,9 @@ def test_modes_within_the_node_are_right_where_a_node_has_one_device() -> None:
         same(run, train(built(Model)))
 
 
-def evaluated(plan: Plan) -> tuple[list[float], Trained]:
+def evaluated(plan: Plan, engine: Engine) -> tuple[list[float], Trained]:
     """Evaluates after every backward and before the step, when kept copies are at their oldest."""
-    model = osdp.parallelize(built(Model), plan)
+    model = osdp.parallelize(built(Model), plan, engine=engine)
     optimizer, losses = sgd(model.parameters()), []
     tokens, targets = data(4, seed=9)
     for _ in range(STEPS):
@@ -233,7 +234,8 @@ def evaluated(plan: Plan) -> tuple[list[float], Trained]:
     return losses, Trained([], whole_gradients(model), whole_parameters(model))
 
 
-def test_evaluating_between_backward_and_step_changes_nothing() -> None:
+@by_both_engines
+def test_evaluating_between_backward_and_step_changes_nothing(engine: Engine) -> None:
     model = built(Model)
     optimizer, losses = sgd(model.parameters()), []
     tokens, targets = data(4, seed=9)
@@ -244,13 +246,13 @@ def test_evaluating_between_backward_and_step_changes_nothing() -> None:
         loss.backward()
         optimizer.step()
     plan = plan_by_hand(odd_graph(Model), "2", modes=(KEEP, REPLICATE, FREE, KEEP))
-    for own, run in run_ranks(2, evaluated, plan):
+    for own, run in run_ranks(2, evaluated, plan, engine):
         torch.testing.assert_close(own, losses, rtol=TOLERANCE, atol=0)
         same(run, Trained([], whole_gradients(model), whole_parameters(model)))
 
 
-def clipped(plan: Plan) -> list[tuple[float, dict[str, Tensor | None]]]:
-    model, found = osdp.parallelize(built(Model), plan), []
+def clipped(plan: Plan, engine: Engine) -> list[tuple[float, dict[str, Tensor | None]]]:
+    model, found = osdp.parallelize(built(Model), plan, engine=engine), []
     assert osdp.clip_grad_norm_(model.parameters(), 1.0).item() == 0.0  # no gradients yet
     tokens, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in data(BATCH, seed=0))
     for norm_type in NORMS:
@@ -261,10 +263,10 @@ def clipped(plan: Plan) -> list[tuple[float, dict[str, Tensor | None]]]:
     return found
 
 
-@pytest.mark.parametrize("world", ["1", "3", "2x2"])
-def test_clipping_equals_the_single_processes(world: str) -> None:
+@pytest.mark.parametrize(("world", "engine"), [("1", ASYNC_GLOO), ("3", STOCK), ("2x2", ASYNC_GLOO), ("2x2", STOCK)])
+def test_clipping_equals_the_single_processes(world: str, engine: Engine) -> None:
     plan = plan_by_hand(odd_graph(Model), world, modes=EVERY_MODE, granularity=OPERATORS, splits=((3, 2), (1, 1)))
-    results = run_ranks(plan.cluster.world_size, clipped, plan)
+    results = run_ranks(plan.cluster.world_size, clipped, plan, engine)
     model = built(Model)
     for index, norm_type in enumerate(NORMS):
         model.zero_grad()
@@ -351,10 +353,10 @@ def test_accumulation_equals_one_large_batch_and_reduces_as_planned(reduce_once:
         assert reductions == STEPS * (once + 3 * (len(plan.units) - once))
 
 
-def in_bf16(plan: Plan) -> tuple[dict[str, Tensor | None], set[torch.dtype], set[torch.dtype]]:
+def in_bf16(plan: Plan, engine: Engine) -> tuple[dict[str, Tensor | None], set[torch.dtype], set[torch.dtype]]:
     """The first step's gradients, the dtypes that parameters are held in, and those of what is computed."""
     model = built(Model).to(torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32)
-    osdp.parallelize(model, plan)
+    osdp.parallelize(model, plan, engine=engine)
     held, computed = {parameter.dtype for parameter in model.parameters()}, set()
     model.blocks[0].register_forward_hook(lambda _module, _args, out: computed.add(out.dtype))
     model(*(t.chunk(dist.get_world_size())[dist.get_rank()] for t in data(BATCH, seed=0))).backward()
@@ -375,11 +377,12 @@ def mean_of_bf16_runs(ranks: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return total
 
 
+@by_both_engines
 @pytest.mark.parametrize(
     ("precision", "reduce_dtype", "tolerance"),
     [("bf16", "fp32", 1e-6), ("bf16", "bf16", 2**-5), ("pure-bf16", "bf16", 2**-5)],  # summands cancel
 )
-def test_bf16_computes_with_the_same_casts(precision: str, reduce_dtype: str, tolerance: float) -> None:
+def test_bf16_computes_with_the_same_casts(precision: str, reduce_dtype: str, tolerance: float, engine: Engine) -> None:
     # No slices: they round the gradients of their inputs one by one.
     plan = plan_by_hand(
         odd_graph(Model),
@@ -391,7 +394,7 @@ def test_bf16_computes_with_the_same_casts(precision: str, reduce_dtype: str, to
     )
     master = torch.bfloat16 if precision == "pure-bf16" else torch.float32
     truth = mean_of_bf16_runs(4, master)
-    for gradients, held, computed in run_ranks(4, in_bf16, plan):
+    for gradients, held, computed in run_ranks(4, in_bf16, plan, engine):
         assert (held, computed) == ({master}, {torch.bfloat16})
         for name, true in truth.items():
             own = gradients[name]

@@ -34,6 +34,7 @@ from trained import COLLECTIVES, COURIER, EVERY_MODE, Trained, same, sgd, train
 import osdp
 from osdp._torch import TorchDispatchMode, tree_leaves
 from osdp.cost.units import OPERATORS, WHOLE
+from osdp.engine import ASYNC_GLOO
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import FREE, KEEP, REPLICATE, Plan
 from osdp.runtime.collectives import average
@@ -307,7 +308,7 @@ def test_the_ring_averages_tensors_of_any_size(ranks: int) -> None:
 
 def recorded_at_once() -> tuple[list[int], int]:
     """The first of two collectives takes longer: bytes in the order of the record, and how many were under way."""
-    courier = meshes_of("cpu", 1, 2, carried=True).courier
+    courier = meshes_of("cpu", 1, 2, engine=ASYNC_GLOO).courier
     under_way, most = [0], [0]
 
     def job(size: int, seconds: float) -> Callable[[Groups], None]:

@@ -26,6 +26,7 @@ from trained import EVERY_MODE, Trained, same, sgd, train
 import osdp
 from osdp.cost.sharding import shard_dim
 from osdp.cost.units import OPERATORS, WHOLE
+from osdp.engine import ASYNC_GLOO, ENGINES, Engine
 from osdp.model.graph import ModelGraph
 from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, Plan
 
@@ -94,14 +95,14 @@ def on_meta() -> nn.Module:
         return StackedIdle()
 
 
-def train_and_save(folder: Path, plan: Plan, carried: bool) -> Found:
-    model = osdp.parallelize(built(StackedIdle), plan, carried=carried)
+def train_and_save(folder: Path, plan: Plan, engine: Engine) -> Found:
+    model = osdp.parallelize(built(StackedIdle), plan, engine=engine)
     optimizer = sgd(model.parameters())
     sharded = sharded_parameters(model)
     trained = train(model, lambda _: optimizer)
     osdp.save_checkpoint(folder, model, optimizer, step=3)
     norm = osdp.clip_grad_norm_(model.parameters(), 1e9).item()
-    initialized = osdp.initialize(osdp.parallelize(on_meta(), plan, carried=carried), init=normal)
+    initialized = osdp.initialize(osdp.parallelize(on_meta(), plan, engine=engine), init=normal)
     return Found(trained, norm, sharded, whole_parameters(initialized))
 
 
@@ -130,7 +131,7 @@ def check(found: Found) -> None:
 
 
 def test_by_operators_and_slices_all_is_as_in_a_single_process(tmp_path: Path) -> None:
-    ranks = run_ranks(4, train_and_save, tmp_path / "4", by_operators("2x2"), True)
+    ranks = run_ranks(4, train_and_save, tmp_path / "4", by_operators("2x2"), ASYNC_GLOO)
     for found in ranks:
         check(found)
         assert found.sharded["blocks.0.experts.up"] == (1, 3 * 16 * 96)  # of four bytes each, over four ranks
@@ -144,7 +145,7 @@ def test_by_operators_and_slices_all_is_as_in_a_single_process(tmp_path: Path) -
 
 
 def by_both_engines(folder: Path, plan: Plan) -> list[Found]:
-    return [train_and_save(folder / str(carried), plan, carried) for carried in (True, False)]
+    return [train_and_save(folder / engine.name, plan, engine) for engine in ENGINES.values()]
 
 
 def test_by_blocks_in_every_mode_all_is_as_in_a_single_process(tmp_path: Path) -> None:

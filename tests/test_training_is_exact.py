@@ -6,7 +6,8 @@ weights, because AdamW makes steps of full size out of gradients that are zero b
 
 - for fourteen architectures: decoders, encoders, both, vision, experts, tied and untied, widths that change;
 - for plans that mix all modes, slices and recompute, at every granularity, on two to six ranks, in one node and two;
-- for plans drawn at random, with gradient accumulation.
+- for plans drawn at random, with gradient accumulation;
+- on both engines: the asynchronous one, and the stock one of backends with streams, which waits on gloo.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 
 import osdp
 from osdp.cost.units import GRANULARITIES, OPERATORS, PARTS, WHOLE
+from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE, Plan
 
 STEPS, BATCH, LEARNING_RATE = 3, 12, 1e-4
@@ -66,17 +68,17 @@ def alone(name: str) -> Run:
     return Run(losses, {key: parameter.grad for key, parameter in model.named_parameters()})
 
 
-def train(name: str, plans: Sequence[Plan]) -> list[Run]:
+def train(name: str, plans: Sequence[Plan], engine: Engine) -> list[Run]:
     """On a rank: each plan in turn, on this rank's part of every batch."""
     # A head that is tied to its embedding returns a view of its product; nothing here changes it in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    return [_train(name, plan) for plan in plans]
+    return [_train(name, plan, engine) for plan in plans]
 
 
-def _train(name: str, plan: Plan) -> Run:
+def _train(name: str, plan: Plan, engine: Engine) -> Run:
     torch.manual_seed(0)
     model, losses = tiny(name).build(), []
-    osdp.parallelize(model, plan)
+    osdp.parallelize(model, plan, engine=engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     times = plan.accumulation
     for step in range(STEPS):
@@ -112,8 +114,8 @@ def worst_error(found: Run, truth: Run) -> tuple[float, str]:
     return max(errors)
 
 
-def check(name: str, world: str, plans: Sequence[Plan]) -> None:
-    results = run_ranks(plans[0].cluster.world_size, train, name, plans, timeout_seconds=120)
+def check(name: str, world: str, plans: Sequence[Plan], engine: Engine = ASYNC_GLOO) -> None:
+    results = run_ranks(plans[0].cluster.world_size, train, name, plans, engine, timeout_seconds=120)
     for rank, runs in enumerate(results):
         for plan, run in zip(plans, runs, strict=True):
             error, where = worst_error(run, alone(name))
@@ -148,6 +150,12 @@ PLACES += [("gpt", world) for world in ("3", "2x2", "2x3")] + [("t5", "2x2"), ("
 @pytest.mark.parametrize(("name", "world"), PLACES)
 def test_losses_and_gradients_equal_the_single_process(name: str, world: str) -> None:
     check(name, world, mixed_plans(name, world))
+
+
+@pytest.mark.parametrize(("name", "world", "index"), [("llama", "2x2", 0), ("mixtral", "3", 1), ("t5", "2", 2)])
+def test_the_stock_engine_equals_the_single_process_too(name: str, world: str, index: int) -> None:
+    """FSDP2's own collectives, which wait here on gloo, under a plan of each granularity."""
+    check(name, world, mixed_plans(name, world)[index : index + 1], STOCK)
 
 
 @st.composite

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from osdp.accelerator import start
     from osdp.api import plan
     from osdp.cluster import Cluster
     from osdp.errors import DoesNotFit, OsdpError, UsageError
@@ -40,6 +41,7 @@ __all__ = [
     "parallelize",
     "plan",
     "save_checkpoint",
+    "start",
 ]
 
 _HOME = {
@@ -56,6 +58,7 @@ _HOME = {
     "parallelize": "osdp.runtime.apply",
     "plan": "osdp.api",
     "save_checkpoint": "osdp.runtime.checkpoint",
+    "start": "osdp.accelerator",
 }
 
 

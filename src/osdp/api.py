@@ -56,7 +56,7 @@ Report = Callable[[Progress], None]
 def plan(
     model: nn.Module,
     example_inputs: Any,
-    cluster: Cluster | str,
+    cluster: Cluster | str | None = None,
     *,
     memory: str | int | None = None,
     precision: str = "bf16",
@@ -77,6 +77,7 @@ def plan(
 ) -> Plan:
     """Finds the plan with the most samples per second that fits the memory, and proves it.
 
+    `cluster` is one, a word such as 8xA100-80GB or a file; without it the ranks that run are planned for.
     `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
     micro-batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
     devices. `pin` holds units to modes by name
@@ -126,7 +127,11 @@ def plan(
     return by_rank_0(make)
 
 
-def resolve(cluster: Cluster | str, memory: str | int | None) -> Cluster:
+def resolve(cluster: Cluster | str | None, memory: str | int | None) -> Cluster:
+    if cluster is None:
+        from osdp.runtime.here import this_cluster
+
+        return this_cluster(memory_bytes=None if memory is None else parse_bytes(memory))
     found = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     return found if memory is None else replace(found, memory_bytes=parse_bytes(memory))
 

@@ -21,3 +21,8 @@ class Engine:
 STOCK = Engine("fsdp2", gathers_before_waiting=False, reduces_before_waiting=False)
 ASYNC_GLOO = Engine("async-gloo", gathers_before_waiting=True, reduces_before_waiting=True)
 ENGINES = {engine.name: engine for engine in (STOCK, ASYNC_GLOO)}
+
+
+def engine_for(*, is_cpu: bool, backend: str = "gloo") -> Engine:
+    """The only place where the engine is chosen. On CPUs stock FSDP2 waits for every collective of gloo's."""
+    return ASYNC_GLOO if is_cpu and backend == "gloo" else STOCK

@@ -6,7 +6,6 @@
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutput
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShape
@@ -18,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 def default_timeout() -> timedelta | None:
     """The time-out that the user gave the process group; new groups would take torch's own of half an hour."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(group._device_types[0])  # of NCCL alone there is none for the CPU
     options = getattr(backend, "options", None)
     return getattr(options, "_timeout", None)
 

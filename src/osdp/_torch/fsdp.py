@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from osdp.accelerator import DeviceCalls
 from osdp.errors import UsageError
 
 __all__ = [
@@ -121,10 +122,7 @@ def reduce_unreduced(groups: Sequence[FSDPParamGroup]) -> None:
 def _free_reduced(group: FSDPParamGroup) -> None:
     """Waits for the reductions that are under way, of whichever group, and frees their inputs."""
     while group.comm_ctx.reduce_scatter_states:  # shared by all groups
-        event = group.comm_ctx.reduce_scatter_states.pop().event
-        if event is not None:
-            assert group.device_handle is not None
-            group.device_handle.current_stream().wait_event(event)
+        DeviceCalls(group.device).wait_for(group.comm_ctx.reduce_scatter_states.pop().event)
 
 
 def drop_gradients(group: FSDPParamGroup) -> None:

@@ -26,7 +26,7 @@ from osdp.cluster.reserve import memory_for, reserve_of
 from osdp.cluster.schema import MOST_DEVICES, Count, HostSeconds, MemoryBytes, Part, Reserve
 from osdp.cluster.sizes import parse_bytes
 from osdp.cluster.slowest import expected_largest
-from osdp.engine import ASYNC_GLOO, STOCK, Engine
+from osdp.engine import Engine, engine_for
 from osdp.errors import UsageError
 from osdp.files import check_fields, read_toml
 
@@ -246,7 +246,7 @@ class Cluster:
     @property
     def engine(self) -> Engine:
         """What runs a plan's collectives: gloo's are carried out beside the computation by the runtime itself."""
-        return ASYNC_GLOO if self.device.is_cpu else STOCK
+        return engine_for(is_cpu=self.device.is_cpu)
 
     def busy_fraction(self, kind: str, group: str) -> float:
         """What a collective takes from the computation beside it, beyond `overlap`: as measured, or the device's."""

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from osdp.accelerator import DeviceCalls
 from osdp.profiling.fit import Array
 from osdp.training.errand import Errand
 
@@ -42,6 +43,7 @@ class Bench:
 
     def __init__(self, errand: Errand, *, budget_seconds: float, shares: Mapping[str, float] | None = None) -> None:
         self.world, self.device, self._errand = errand.world, errand.world.device, errand
+        self.calls = DeviceCalls(self.device)
         self.budget_seconds = budget_seconds
         self._shares = dict(shares or {})  # of the parts that are still to come
         self.spread_out = self.timed = 0
@@ -84,8 +86,7 @@ class Bench:
 
     def by_clock(self) -> float:
         """The time, once the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.calls.synchronize()
         return time.perf_counter()
 
     def by_processor(self) -> float:
@@ -134,19 +135,13 @@ class Bench:
 
     def elapsed(self, action: Action, calls: int = 1) -> float:
         """Seconds of this rank's calls, once they are done on the device."""
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            for _ in range(calls):
-                action()
-            return time.perf_counter() - began
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
+        self.calls.synchronize()
+        start = self.calls.moment()
         for _ in range(calls):
             action()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
+        end = self.calls.moment()
+        self.calls.synchronize()
+        return self.calls.seconds_between(start, end)
 
     def _tries(self, action: Action, calls: int, tries: int) -> list[float]:
         own = []

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from osdp.accelerator import DeviceCalls, running_engine
 from osdp.cluster import KINDS, Cluster, Measured, wire_bytes
+from osdp.engine import ASYNC_GLOO
 from osdp.profiling.bench import Action, Bench
 from osdp.profiling.fit import Fit
 from osdp.profiling.rounds import TimedLine
@@ -24,7 +25,7 @@ from osdp.runtime.courier import Groups, Job
 from osdp.runtime.meshes import meshes_of
 
 SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24))  # of the whole, not of a rank's part
-SIZES_CUDA = (*SIZES, 1 << 26, 1 << 28)
+SIZES_ACCELERATOR = (*SIZES, 1 << 26, 1 << 28)
 LONG_SECONDS = 0.1  # of one call: nothing larger is timed then
 
 
@@ -38,11 +39,11 @@ class Carrier:
     """Runs collectives as the engine does: see [Note: Engines] in osdp.runtime.meshes."""
 
     def __init__(self, cluster: Cluster, device: torch.device) -> None:
-        carried = dist.get_backend() == dist.Backend.GLOO
-        self.device = device
-        self.meshes = meshes_of(device.type, cluster.nodes, cluster.devices_per_node, carried=carried)
-        self._courier = self.meshes.courier if carried else None
-        self._stream = None if carried else torch.cuda.Stream(device)
+        engine = running_engine(device)
+        self.device, self._calls = device, DeviceCalls(device)
+        self.meshes = meshes_of(device.type, cluster.nodes, cluster.devices_per_node, engine=engine)
+        self._courier = self.meshes.courier if engine == ASYNC_GLOO else None
+        self._stream = self._calls.new_stream()
         self._whole = torch.zeros(0, device=device)
 
     def _zeros(self, numel: int) -> Tensor:
@@ -55,12 +56,12 @@ class Carrier:
         """Begins a collective beside the computation; what is given back waits for it."""
         if self._courier is not None:
             return self._courier.send(job).wait
-        assert self._stream is not None
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        if self._stream is None:
             job(self.meshes.groups)
-        return lambda: torch.cuda.current_stream().wait_stream(stream)
+            return lambda: None
+        with self._calls.beside(self._stream):
+            job(self.meshes.groups)
+        return lambda: self._calls.join(self._stream)
 
     def job(self, kind: str, group: str, total_bytes: int) -> Job:
         """One collective over this many bytes of fp32, its buffers made anew at every call."""
@@ -107,7 +108,7 @@ class CollectiveRounds:
     def _admit(self, kind: str, group: str) -> int:
         """Takes up sizes until one takes long; gives the largest."""
         ranks = getattr(self._carrier.meshes.groups, group).size()
-        sizes = SIZES_CUDA if self._bench.device.type == "cuda" else SIZES
+        sizes = SIZES if self._bench.device.type == "cpu" else SIZES_ACCELERATOR
         largest = 0
         for size in sizes:
             self._bench.watch(f"{kind} in {group}")

@@ -48,10 +48,10 @@ def kernel_seconds(bench: Bench, *, within: float) -> float:
 
 def product_rates(bench: Bench, kernel: float, *, within: float) -> list[Rate]:
     """Of square matrix products, and of attention in the same dtypes."""
-    cuda = bench.device.type == "cuda"
-    dtypes = ("fp32", "tf32", "bf16", "fp16") if cuda else ("fp32", "bf16")
-    sizes = (512, 1024, 2048, 4096, 8192) if cuda else (128, 256, 384, 512, 768, 1024)
-    lengths = (512, 1024, 2048, 4096) if cuda else (128, 256, 512, 1024)
+    fast = bench.calls.has_streams
+    dtypes = ("fp32", "tf32", "bf16", "fp16") if fast else ("fp32", "bf16")
+    sizes = (512, 1024, 2048, 4096, 8192) if fast else (128, 256, 384, 512, 768, 1024)
+    lengths = (512, 1024, 2048, 4096) if fast else (128, 256, 512, 1024)
     each = within / (len(dtypes) * (len(sizes) + len(lengths)))
     rates = []
     for dtype in dtypes:
@@ -63,7 +63,7 @@ def product_rates(bench: Bench, kernel: float, *, within: float) -> list[Rate]:
 
 def memory_rate(bench: Bench, kernel: float, *, within: float) -> Rate:
     """Of sums, norms and copies alike: the model has one rate for them all."""
-    largest = 1 << (28 if bench.device.type == "cuda" else 24)
+    largest = 1 << (28 if bench.calls.has_streams else 24)
     cases = [(kind, largest >> shift) for shift in (4, 2, 0) for kind in ("sum", "norm", "copy")]
     each = within / len(cases)
 

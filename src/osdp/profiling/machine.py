@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
+from osdp.accelerator import DeviceCalls
 from osdp.cluster import Cluster, Device, device
 from osdp.errors import UsageError
 from osdp.training.run import this_cluster
@@ -26,13 +25,14 @@ def look_around(world: World, *, nodes: int | None, devices_per_node: int | None
     """The ranks that run, as torchrun or the options say they lie."""
     nodes, devices_per_node = _shape(world, nodes, devices_per_node)
     known: Device | None
-    if world.device.type == "cuda":
-        name = torch.cuda.get_device_name(world.device)
+    calls = DeviceCalls(world.device)
+    if calls.has_streams:
+        name = calls.name
         try:
             known = device(name)
         except UsageError:
             known = None
-        own = torch.cuda.get_device_properties(world.device).total_memory
+        own = calls.memory_bytes
     else:
         name, known = "CPU", device("CPU")
         found = this_cluster(replace(world, local_size=devices_per_node), memory_bytes=None)

@@ -89,7 +89,7 @@ class Stack:
             optimizer=_TRAINING.optimizer.name,
             batch_size=self.batch,
         )
-        parallelize(model, plan, device_type=self._device.type)
+        parallelize(model, plan, device=self._device)
         return partial(self._run(model), now=now, together=dist.barrier)
 
     def _run(self, model: nn.Module) -> Callable[..., Passes]:

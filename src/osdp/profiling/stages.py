@@ -49,29 +49,22 @@ Run = Callable[[], NDArray[Any]]  # seconds of every stage, a row of forward and
 
 
 class Clock(Recorder):
-    """Takes the time at every mark, where the recorder counts kernels: the bench's, or on CUDA the device's own."""
+    """Takes the time at every mark, where the recorder counts kernels: the bench's, or a device's own."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(set())
-        self._cuda, self._now = bench.device.type == "cuda", bench.by_processor
+        self._calls, self._now = bench.calls, bench.by_processor
         self._times: list[Any] = []
 
     def mark(self, kind: str, name: str, again: bool = False) -> None:
         self.trace.marks.append(Mark(kind, name, again))
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._times.append(event)
-        else:
-            self._times.append(self._now())
+        self._times.append(self._calls.moment() if self._calls.has_streams else self._now())
 
     def seconds(self) -> list[float]:
         """Of every mark, since the first."""
         first = self._times[0]
-        if self._cuda:
-            torch.cuda.synchronize()
-            return [first.elapsed_time(event) / 1e3 for event in self._times]
-        return [moment - first for moment in self._times]
+        self._calls.synchronize()
+        return [self._calls.seconds_between(first, moment) for moment in self._times]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A plan tried for a few steps on the real ranks: what a step takes, and what it holds at most.
 
 [Note: Allocator]
-On CUDA the allocator counts for itself. On processors torch's profiler reports every allocation and every free; what
-was there before the step (parameters, optimizer states, buffers, inputs) is counted by storage and added.
+On accelerators the allocator counts for itself. On processors torch's profiler reports every allocation and every
+free; what was there before the step (parameters, optimizer states, buffers, inputs) is counted by storage and added.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp._torch import tree_leaves
+from osdp.accelerator import DeviceCalls
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.profiling.stages import random_inputs
@@ -47,10 +48,11 @@ class Tried:
 
     def __init__(self, source: ModelSource, plan: Plan, world: World) -> None:
         self.plan, self.world, self._loss = plan, world, source.loss
+        self.calls = DeviceCalls(world.device)
         dtype = torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-            self.model = parallelize(source.build_on_meta().to(dtype), plan, device_type=world.device.type)
+            self.model = parallelize(source.build_on_meta().to(dtype), plan, device=world.device)
         initialize(self.model, seed=0, device=world.device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = optimizer_of(plan.optimizer, trained, lr=1e-4)
@@ -77,15 +79,14 @@ class Tried:
         began = perf_counter()
         for _ in range(steps):
             self.step()
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.calls.synchronize()
         return (perf_counter() - began) / steps
 
     def peak_bytes(self) -> int:
-        if self.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        if self.calls.has_streams:
+            self.calls.forget_peak()
             self.step()
-            return torch.cuda.max_memory_allocated()
+            return self.calls.peak_bytes()
         return self.held_bytes() + peak_above_start(self.step)
 
 

@@ -24,7 +24,9 @@ from osdp._torch.fsdp import (
     shared_post_forward_meshes,
 )
 from osdp._torch.scaler import agree_on_overflow
+from osdp.accelerator import FAKE, running_engine, training_device
 from osdp.cost.sharding import shard_dim
+from osdp.engine import ASYNC_GLOO, Engine
 from osdp.errors import UsageError
 from osdp.model.fake import without_cache
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order, unit_depths
@@ -82,32 +84,35 @@ def template_of(model: nn.Module) -> nn.Module:
     return template
 
 
-def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carried: bool | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, plan: Plan, *, device: str | torch.device | None = None, engine: Engine | None = None
+) -> nn.Module:
     """Applies a plan to the model it was made for, in place. Call it on every rank, before the optimizer is made.
 
-    `carried` chooses the engine of [Note: Engines]; by default gloo is carried, and every other backend is not.
+    By default it is trained where `osdp.accelerator.training_device` says, by the engine of its process group; see
+    [Note: Engines].
     """
-    if carried is None:
-        carried = dist.get_backend() == dist.Backend.GLOO
+    device = training_device(model, device)
+    engine = engine or running_engine(device)
     check_ranks(plan)
     give_scalars_a_dimension(model)
     check_model(model, plan)
     check_weights(model)
-    meshes = meshes_of(device_type, plan.cluster.nodes, plan.cluster.devices_per_node, carried=carried)
+    meshes = meshes_of(device.type, plan.cluster.nodes, plan.cluster.devices_per_node, engine=engine)
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
     blocks = sorted({unit.block for unit in plan.units if unit.recompute and unit.block})
     if blocks:
         without_cache(model)
-    share_draws = device_type == "cpu" and dist.get_backend() != "fake"
+    share_draws = device.type == "cpu" and dist.get_backend() != FAKE
     recompute([modules[block] for block in blocks], share_draws=share_draws)
     _shard(model, plan, pieces, meshes)
     for piece in pieces:
         for module in piece.modules:
             if isinstance(module, nn.MultiheadAttention):
                 one_tensor_stays_one(module)
-    reductions = Reductions(meshes.courier) if carried else None
+    reductions = Reductions(meshes.courier) if engine == ASYNC_GLOO else None
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
@@ -118,7 +123,7 @@ def parallelize(model: nn.Module, plan: Plan, *, device_type: str = "cpu", carri
     if reductions is not None:
         _carry(pieces, meshes, reductions)
     unused = _watch(pieces, meshes, reductions)
-    _prefetch(plan, pieces, early=carried)
+    _prefetch(plan, pieces, early=engine.gathers_before_waiting)
     agree_on_overflow(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
     recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused)
     model.register_forward_pre_hook(recovery.before_forward, prepend=True)
@@ -216,7 +221,7 @@ def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | Non
     """See [Note: Unused]; in a world that is not real there is nobody to ask."""
     units = _groups(pieces)
     finish = reductions.finish if reductions is not None else lambda: None
-    if dist.get_backend() == "fake":
+    if dist.get_backend() == FAKE:
         return Unused(units, finish, on_this_rank)
     exchange: Exchange = functools.partial(largest_of_all, group=meshes.processors)
     if reductions is not None:

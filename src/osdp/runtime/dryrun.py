@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from osdp._torch import FakeTensorMode, fake_store
 from osdp.cost.holds import CONSTANTS, GRADIENTS, PARAMETERS, STATES
 from osdp.cost.schedule import CollectiveRecord
+from osdp.engine import ASYNC_GLOO
 from osdp.model.fake import fake_copy, same_draws, sequences_not_packed, settled
 from osdp.model.inputs import map_tensors, tensors_in
 from osdp.model.trace import Hooks, RawTrace
@@ -78,7 +79,7 @@ def dry_run(
         with mode:
             model = settled(fake_copy(model, torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32))
         # outside the mode: device meshes hold real tensors
-        parallelize(model, plan, carried=plan.cluster.device.is_cpu)
+        parallelize(model, plan, device="cpu", engine=plan.cluster.engine)
         given = inputs(plan.batch_size)
         with same_draws(), mode, Values(plan.batch_size):
             step = _Step(model, given, plan, loss, watched, optimizer)
@@ -118,7 +119,7 @@ class _Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
         with recording(self.plan.cluster.devices_per_node) as issued:
-            recorder = PartRecorder(None if self.plan.cluster.device.is_cpu else issued)
+            recorder = PartRecorder(None if self.plan.cluster.engine == ASYNC_GLOO else issued)
             self._hold(recorder)
             count = min(self.plan.accumulation, MOST_MICRO_BATCHES)
             with recorder, recorder.following_resizes():

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from osdp.accelerator import own_device
 from osdp.errors import UsageError
 from osdp.model.structure import own_blocks
 from osdp.runtime.apply import template_of
@@ -25,23 +28,25 @@ Initialize = Callable[[nn.Module], None]
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, *, seed: int = 0, device: str | torch.device = "cpu", init: Initialize | None = None
+    model: nn.Module, *, seed: int = 0, device: str | torch.device | None = None, init: Initialize | None = None
 ) -> nn.Module:
     """Materialises a model whose parameters are on the meta device, with weights as its modules initialise them.
 
     `init` is called for every module, children first; by default it is the model's `_init_weights`, as Hugging Face
-    names it, or else every module's `reset_parameters`. Load a checkpoint afterwards to replace the weights.
+    names it, or else every module's `reset_parameters`. Load a checkpoint afterwards to replace the weights. They are
+    placed where the model was parallelized to be trained, or else on this process's accelerator, or the CPU.
     """
     template = template_of(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError("the model has weights already; build it under torch.device('meta') to initialise it here")
+    device = torch.device(device) if device is not None else _planned_device(model)
     _materialise(model, device)
     init = init or getattr(template, "_init_weights", None) or _reset
     filled: set[Tensor] = set()
     for name, part, recurse in _parts(template):
         owned = dict(part.named_parameters(recurse=recurse, remove_duplicate=False))
         part.to_empty(device=device, recurse=recurse)
-        with torch.random.fork_rng(devices=[]):
+        with _own_draws(device):
             torch.manual_seed(seed ^ zlib.crc32(name.encode()))
             for module in reversed(list(part.modules()) if recurse else [part]):
                 init(module)
@@ -51,7 +56,22 @@ def initialize(
     return model
 
 
-def _materialise(model: nn.Module, device: str | torch.device) -> None:
+def _planned_device(model: nn.Module) -> torch.device:
+    """The device of the mesh that the model is sharded on, or of this process alone."""
+    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    kind = next((mesh.device_type for mesh in meshes), None)
+    own = own_device()
+    return own if kind is None or kind == own.type else torch.device(kind)
+
+
+def _own_draws(device: torch.device) -> AbstractContextManager[None]:
+    """Random numbers drawn within it leave those of the CPU and of the device as they were."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
     """Gives parameters and buffers memory, without values; `to_empty` would untie tied ones."""
     made: dict[Tensor, Any] = {}
     for module in model.modules():

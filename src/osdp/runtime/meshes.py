@@ -5,9 +5,9 @@ plan after another must not make them anew each time.
 
 [Note: Engines]
 On a backend with streams (NCCL), FSDP2's own communication overlaps compute: the stock engine leaves it alone, and
-shards within the node on a two-dimensional mesh. On gloo, FSDP2 waits for every collective: the carried engine gives
-collectives to a courier instead (see [Note: Courier]), and shards on the mesh of the node alone, because FSDP2 would
-run the all-reduce of a two-dimensional mesh itself, and wait for it.
+shards within the node on a two-dimensional mesh. On gloo, FSDP2 waits for every collective: the asynchronous engine
+gives collectives to a courier instead (see [Note: Courier]), and shards on the mesh of the node alone, because FSDP2
+would run the all-reduce of a two-dimensional mesh itself, and wait for it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp._torch import default_timeout
+from osdp.accelerator import FAKE
+from osdp.engine import ASYNC_GLOO, Engine
 from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
 from osdp.runtime.courier import Courier, Groups
 
 LANES = 2  # see [Note: Courier]
-_Key = tuple[str, int, int, bool]
+_Key = tuple[str, int, int, Engine]
 _made: dict[_Key, Meshes] = {}  # in the world of `_world`
 _world: weakref.ref[dist.ProcessGroup] | None = None  # weak: when it is destroyed, what was made in it ends too
 
 
-def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, carried: bool) -> Meshes:
+def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, engine: Engine) -> Meshes:
     """The meshes of this world, the same at every call. Call it on every rank."""
     global _made, _world
     world = dist.group.WORLD
@@ -38,9 +40,9 @@ def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, carried: b
         _close(_made)
         _made, _world = {}, weakref.ref(world)
         weakref.finalize(world, _close, _made)  # of this world alone: it may be freed long after the next one was made
-    key = device_type, nodes, devices_per_node, carried
+    key = device_type, nodes, devices_per_node, engine
     if key not in _made:
-        _made[key] = Meshes(device_type, nodes, devices_per_node, carried=carried)
+        _made[key] = Meshes(device_type, nodes, devices_per_node, engine=engine)
     return _made[key]
 
 
@@ -53,15 +55,11 @@ def _close(made: dict[_Key, Meshes]) -> None:
 
 
 class Meshes:
-    """Meshes by mode; `carried` as in [Note: Engines]. Get one with `meshes_of`."""
+    """Meshes by mode; see [Note: Engines]. Get one with `meshes_of`."""
 
-    def __init__(self, device_type: str, nodes: int, devices_per_node: int, *, carried: bool) -> None:
-        self.device_type, self.nodes, self.devices_per_node, self.carried = (
-            device_type,
-            nodes,
-            devices_per_node,
-            carried,
-        )
+    def __init__(self, device_type: str, nodes: int, devices_per_node: int, *, engine: Engine) -> None:
+        self.device_type, self.nodes, self.devices_per_node = device_type, nodes, devices_per_node
+        self._is_async = engine == ASYNC_GLOO
 
     @functools.cached_property
     def world(self) -> DeviceMesh:
@@ -71,13 +69,13 @@ class Meshes:
     def node(self) -> DeviceMesh:
         shape = (self.nodes, self.devices_per_node)
         mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("across", "node"))
-        return mesh["node"] if self.carried else mesh
+        return mesh["node"] if self._is_async else mesh
 
     @functools.cached_property
     def replicas(self) -> DeviceMesh:
         shape = (self.nodes * self.devices_per_node, 1)
         mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("replicas", "alone"))
-        return mesh["alone"] if self.carried else mesh
+        return mesh["alone"] if self._is_async else mesh
 
     @functools.cached_property
     def groups(self) -> Groups:
@@ -86,19 +84,20 @@ class Meshes:
 
     @functools.cached_property
     def courier(self) -> Courier:
-        inline = dist.get_backend() == "fake"
+        inline = dist.get_backend() == FAKE
         more = 0 if inline else LANES - 1
         return Courier([self.groups, *(self._new_groups() for _ in range(more))], inline=inline)
 
     def _new_groups(self) -> Groups:
         ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
         timeout = default_timeout()
-        world = dist.new_group(ranks.flatten().tolist(), timeout=timeout)
+        backend = dist.Backend.GLOO if self._is_async and dist.get_backend() != FAKE else None
+        world = dist.new_group(ranks.flatten().tolist(), timeout=timeout, backend=backend)
         node, across = world, world
         if self.nodes > 1:
-            node, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+            node, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout, backend=backend)
         if self.devices_per_node > 1:
-            across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+            across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout, backend=backend)
         assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
         assert isinstance(across, dist.ProcessGroup)
         return Groups(world, node, across)

@@ -215,7 +215,7 @@ def _parallel(model: nn.Module, plan: Plan, world: World, seed: int) -> nn.Modul
         warnings.filterwarnings("ignore", module=r"torch\.")  # rank 0 has the same ones
     if plan.precision == "pure-bf16":
         model = model.to(torch.bfloat16)
-    osdp.parallelize(model, plan, device_type=world.device.type)
+    osdp.parallelize(model, plan, device=world.device)
     return osdp.initialize(model, seed=seed, device=world.device)
 
 

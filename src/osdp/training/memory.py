@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from osdp.accelerator import DeviceCalls
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -18,21 +20,21 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._calls = DeviceCalls(device)
         self._held = 0
         self.begin()
 
     def begin(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._calls.has_streams:
+            self._calls.forget_peak()
             return
         with contextlib.suppress(OSError):
             _CLEAR.write_text("5")  # planning may have held more: forget its peak
         self._held = _resident("VmRSS")
 
     def peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        if self._calls.has_streams:
+            return self._calls.peak_bytes()
         return max(0, _resident("VmHWM") - self._held)
 
 

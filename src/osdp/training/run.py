@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from osdp.cluster import Cluster
 from osdp.errors import OsdpError, UsageError
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
+from osdp.runtime import here
 from osdp.training.baddays import StopWish, Watchdog, explained
 from osdp.training.data import Windows, open_tokens
 from osdp.training.feed import Feed, feed_of
@@ -143,13 +143,5 @@ class _Run:
 
 
 def this_cluster(world: World, *, memory_bytes: int | None) -> Cluster:
-    """The ranks that run, as a cluster: of this accelerator, or of processors that share half the machine's memory."""
-    nodes = world.size // world.local_size
-    if world.device.type == "cuda":
-        import torch
-
-        name = torch.cuda.get_device_name(world.device)
-        return Cluster.of(name, nodes=nodes, devices_per_node=world.local_size, memory=memory_bytes)
-    if memory_bytes is None:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // world.local_size
-    return Cluster.of("CPU", nodes=nodes, devices_per_node=world.local_size, memory=memory_bytes)
+    """The ranks that run; see `osdp.runtime.here`."""
+    return here.this_cluster(memory_bytes=memory_bytes, device=world.device, ranks_per_node=world.local_size)

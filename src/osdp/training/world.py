@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from osdp.accelerator import backends_for, take_own_device
 from osdp.cluster.schema import MOST_DEVICES
 from osdp.errors import OsdpError, UsageError
 
@@ -54,14 +55,11 @@ class World:
 @contextmanager
 def started(*, timeout_seconds: float) -> Iterator[World]:
     """The world that torchrun, or whoever sets its variables, describes; else a world of this process alone."""
-    device = torch.device("cpu")
     size, local_size = _variable("WORLD_SIZE", 1, least=1), _variable("LOCAL_WORLD_SIZE", 1, least=1)
     rank, local_rank = _variable("RANK", 0, below=size), _variable("LOCAL_RANK", 0, below=local_size)
     if "RANK" in os.environ:
         _variable("MASTER_PORT", 0, least=1, below=1 << 16)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    device = take_own_device(local_rank)
     if size % local_size:
         raise UsageError(f"{size} ranks do not divide into nodes of {local_size}; start as many on every node")
     store = _met(device, rank, size, timeout_seconds)
@@ -74,14 +72,13 @@ def started(*, timeout_seconds: float) -> Iterator[World]:
 
 def _met(device: torch.device, rank: int, size: int, timeout_seconds: float) -> dist.Store:
     """Starts the process group; gives what its ranks meet at."""
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     wait = timedelta(seconds=_COLLECTIVES_WAIT * timeout_seconds)
     store: dist.Store = dist.HashStore()
     try:
         if "RANK" in os.environ:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
             store = dist.PrefixStore(_meeting(store, rank, size, timeout_seconds), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+        dist.init_process_group(backends_for(device), store=store, rank=rank, world_size=size, timeout=wait)
     except (RuntimeError, ValueError) as error:  # dist.DistError is one too
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         cause = str(error).partition("\n")[0]

@@ -1,0 +1,1 @@
+"""`osdp doctor`: what a user runs first on new machines, and the report to send."""
