@@ -183,7 +183,7 @@ def plan_graph(
     _check_against(predicted, seeds, cluster)
     return Plan(
         version=PLAN_VERSION,
-        model=PlanModel(graph.name, graph.num_parameters, graph.seq_len, uncalled_parameters(graph, layout)),
+        model=_plan_model(graph, layout),
         cluster=cluster,
         precision=training.precision.name,
         reduce_dtype=training.reduce_dtype,
@@ -327,6 +327,18 @@ def _certificate(found: Found, cluster: Cluster, options: int) -> Certificate:
         seconds=found.seconds,
         batches_searched=found.solved,
         options=options,
+    )
+
+
+def _plan_model(graph: ModelGraph, layout: Layout) -> PlanModel:
+    return PlanModel(
+        name=graph.name,
+        parameters=graph.num_parameters,
+        seq_len=graph.seq_len,
+        uncalled=uncalled_parameters(graph, layout),
+        sample_elements=graph.sample_elements,
+        assumptions=graph.assumptions,
+        unused=graph.unused,
     )
 
 

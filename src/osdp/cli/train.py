@@ -78,7 +78,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         type=Path,
-        help="files of tokens (.npy, .bin) or text (any other) (default: a book that comes with osdp)",
+        help="files of tokens (.npy, .bin), texts (.jsonl) or one text (any other) (default: a book that comes along)",
     )
     group.add_argument(
         "--tokenizer", metavar="FILE", type=Path, help="tokenizer.json for texts (default: a byte is a token)"

@@ -29,6 +29,7 @@ from osdp.model.assemble import (
 )
 from osdp.model.beside import Beside, no_garbage_collection
 from osdp.model.depth import Short, shortened
+from osdp.model.fake import refuse_own_checkpointing
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.measure import OperatorCosts, measure_operators
@@ -59,6 +60,8 @@ def capture(
     size to measure at where costs do not grow in a straight line with it, by default the example's.
     The model may live on any device, the meta device included; it is neither changed nor run.
     """
+    model = getattr(model, "_orig_mod", model)  # of a compiled one: its modules have the names that plans use
+    refuse_own_checkpointing(model)
     first: Exception | None = None
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
@@ -264,6 +267,7 @@ class _Taken:
             seq_len=seq_len,
             assumptions=tuple(dict.fromkeys(self.notes)),
             unused=self._unused(parameters),
+            sample_elements=self._sample_elements(),
         )
 
     def _input_bytes(self) -> Affine:
@@ -271,6 +275,10 @@ class _Taken:
         (low, first), (high, second) = min(sizes.items()), max(sizes.items())
         slope = (second - first) // (high - low) if high > low else 0
         return Affine(first - slope * low, slope)
+
+    def _sample_elements(self) -> int:
+        batch = self.batches[0]
+        return max(tensor.numel() for tensor in tensors_in(self.asked.inputs(batch))) // batch
 
     def _unused(self, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
         """The trainable parameters that no gradient reaches: the loss does not depend on them."""
