@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from odd_models import LENGTH, Stacked
 
+from osdp.cluster.device import device
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph
@@ -126,7 +127,8 @@ def source(name: str) -> ModelSource:
 
 
 @cache
-def captured(name: str, compute_dtype: str = "bf16") -> ModelGraph:
+def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU") -> ModelGraph:
+    """The model with the kernels of a device."""
     model = source(name)
     return capture(
         model.build_on_meta(),
@@ -135,4 +137,5 @@ def captured(name: str, compute_dtype: str = "bf16") -> ModelGraph:
         name=model.name,
         compute_dtype=compute_dtype,
         seq_len=model.seq_len,
+        device=device(on),
     )

@@ -97,7 +97,14 @@ def plan(
         report(Progress("capture", 0, 0, 1, 0.0))
         compute_dtype = training.precision.compute_dtype
         graph = capture(
-            model, example_inputs, loss=loss, name=name, compute_dtype=compute_dtype, seq_len=seq_len, batch=batch
+            model,
+            example_inputs,
+            loss=loss,
+            name=name,
+            compute_dtype=compute_dtype,
+            seq_len=seq_len,
+            batch=batch,
+            device=devices.device,
         )
 
         def search(cluster: Cluster) -> Plan:

@@ -25,6 +25,7 @@ from osdp.model.beside import no_garbage_collection
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from osdp.cluster import Device
     from osdp.model.graph import ModelGraph
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -92,8 +93,8 @@ class ModelSource:
         with torch.device("meta"):
             return _move_to_meta(self.build())
 
-    def capture(self, compute_dtype: str, *, name: str | None = None) -> ModelGraph:
-        """What the planner knows of the model, under its own name or another."""
+    def capture(self, compute_dtype: str, *, device: Device | None = None, name: str | None = None) -> ModelGraph:
+        """What the planner knows of the model on a device, by default this CPU, under its own name or another."""
         from osdp.model.capture import capture
 
         return capture(
@@ -103,6 +104,7 @@ class ModelSource:
             name=name or self.name,
             compute_dtype=compute_dtype,
             seq_len=self.seq_len,
+            device=device,
         )
 
 
