@@ -44,7 +44,7 @@ def plan_by_hand(
 
     `two_levels` goes round over the units that are sharded over several nodes.
     """
-    graph = captured(model, "bf16" if precision != "fp32" else "fp32") if isinstance(model, str) else model
+    graph = captured(model, "bf16" if precision != "fp32" else "fp32", device) if isinstance(model, str) else model
     shapes, again = Shapes(graph), cycle(recompute)
     chosen = []
     for index, stage in enumerate(shapes.graph.stages):

@@ -12,6 +12,7 @@ import torch
 from odd_models import LENGTH, IdleOperators, IdleTower, Stacked
 from torch import nn
 
+from osdp.cluster.device import device
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph
@@ -129,7 +130,8 @@ def source(name: str) -> ModelSource:
 
 
 @cache
-def captured(name: str, compute_dtype: str = "bf16") -> ModelGraph:
+def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU") -> ModelGraph:
+    """The model with the kernels of a device."""
     model = source(name)
     return capture(
         model.build_on_meta(),
@@ -138,4 +140,5 @@ def captured(name: str, compute_dtype: str = "bf16") -> ModelGraph:
         name=model.name,
         compute_dtype=compute_dtype,
         seq_len=model.seq_len,
+        device=device(on),
     )

@@ -46,6 +46,12 @@ def test_windows_share_their_borders_and_do_not_cross_files() -> None:
     assert found[0].dtype == np.int64
 
 
+def test_lines_of_json_are_their_texts(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"text": "To be,\\n\u2028or", "id": 1}\n\n{"text": "not"}\n', encoding="utf-8")
+    assert bytes(open_tokens(lines)).decode() == "To be,\n\u2028or\nnot"
+
+
 @given(st.integers(1, 3000), st.binary(min_size=1, max_size=16))
 def test_a_shuffle_has_every_element_once(size: int, key: bytes) -> None:
     assert sorted(shuffled(place, size, key=key) for place in range(size)) == list(range(size))
@@ -122,14 +128,18 @@ def test_files_that_hold_no_tokens_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "archive.npz", tokens=np.arange(1000, dtype=np.uint16))
     (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
     np.arange(1000, dtype=np.uint32).tofile(tmp_path / "wide.bin")
-    (tmp_path / "lines.jsonl").write_text('{"text": "to be"}')
+    (tmp_path / "lines.json").write_text('{"text": "to be"}')
+    (tmp_path / "cut.jsonl").write_text('{"text": "to be"}\n{"text": "or')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "to be", "answer": "or not"}\n')
     (tmp_path / "binary.txt").write_bytes(b"to be\0or not")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "zeros.bin").symlink_to("/dev/zero")
     for name, sentence in (
         ("archive.npy", "is no .npy file"),
         ("wide.bin", "every other token is 0, as if its tokens were uint32; give --token-dtype uint32"),
-        ("lines.jsonl", ".jsonl is no text; write the texts alone to a .txt file"),
+        ("lines.json", ".json is no text; write the texts alone to a .txt file"),
+        ("cut.jsonl", "cut.jsonl, line 2: it is no JSON .*write one object a line"),
+        ("other.jsonl", 'other.jsonl, line 1 has prompt, answer and no "text"; write one object a line'),
         ("binary.txt", "it has zero bytes"),
         ("pipe.txt", "it is a pipe and not a file"),
         ("zeros.bin", "it is a device and not a file"),

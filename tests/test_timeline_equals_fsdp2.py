@@ -112,7 +112,7 @@ class Row(NamedTuple):
 
 
 def laid_out(case: Case) -> tuple[Layout, list[Option]]:
-    graph = captured(case.model, case.training.precision.compute_dtype)
+    graph = captured(case.model, case.training.precision.compute_dtype, case.device)
     shapes, chosen, block = Shapes(graph), [], 0
     for index, stage in enumerate(graph.stages):
         known = {shape.granularity for shape in shapes.of(index)}

@@ -40,7 +40,7 @@ SCALARS = 8  # the loss and its gradient
 def planned(model: str, world: str, device: str, **changes: Any) -> tuple[Plan, StepGraph]:
     """A plan by hand with the prediction that its graph gives."""
     plan = plan_by_hand(model, world, device=device, **changes)
-    graph = step_graph_of(plan, captured(model, "bf16" if plan.precision != "fp32" else "fp32"))
+    graph = step_graph_of(plan, captured(model, "bf16" if plan.precision != "fp32" else "fp32", device))
     peak = graph.timeline().peak
     predicted = replace(plan.predicted, peak_bytes=peak.nbytes, peak_at=str(peak), memory_parts=peak.parts)
     return replace(plan, predicted=predicted), graph
@@ -48,7 +48,7 @@ def planned(model: str, world: str, device: str, **changes: Any) -> tuple[Plan, 
 
 def verified(model: str, plan: Plan) -> Verification:
     ours = source(model)
-    graph = captured(model, "bf16" if plan.precision != "fp32" else "fp32")
+    graph = captured(model, "bf16" if plan.precision != "fp32" else "fp32", plan.cluster.device.name)
     return verify(plan, graph, build=ours.build_on_meta, inputs=ours.inputs, loss=ours.loss)
 
 

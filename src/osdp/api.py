@@ -98,7 +98,14 @@ def plan(
         report(Progress("capture", 0, 0, 1, 0.0))
         compute_dtype = training.precision.compute_dtype
         graph = capture(
-            model, example_inputs, loss=loss, name=name, compute_dtype=compute_dtype, seq_len=seq_len, batch=batch
+            model,
+            example_inputs,
+            loss=loss,
+            name=name,
+            compute_dtype=compute_dtype,
+            seq_len=seq_len,
+            batch=batch,
+            device=devices.device,
         )
 
         def search(cluster: Cluster) -> Plan:
@@ -188,7 +195,7 @@ def plan_graph(
     _check_against(predicted, seeds, cluster)
     return Plan(
         version=PLAN_VERSION,
-        model=PlanModel(graph.name, graph.num_parameters, graph.seq_len, uncalled_parameters(graph, layout)),
+        model=_plan_model(graph, layout),
         cluster=cluster,
         precision=training.precision.name,
         reduce_dtype=training.reduce_dtype,
@@ -332,6 +339,18 @@ def _certificate(found: Found, cluster: Cluster, options: int) -> Certificate:
         seconds=found.seconds,
         batches_searched=found.solved,
         options=options,
+    )
+
+
+def _plan_model(graph: ModelGraph, layout: Layout) -> PlanModel:
+    return PlanModel(
+        name=graph.name,
+        parameters=graph.num_parameters,
+        seq_len=graph.seq_len,
+        uncalled=uncalled_parameters(graph, layout),
+        sample_elements=graph.sample_elements,
+        assumptions=graph.assumptions,
+        unused=graph.unused,
     )
 
 

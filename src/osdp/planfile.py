@@ -18,7 +18,7 @@ from osdp.cluster import Cluster
 from osdp.errors import UsageError
 from osdp.files import convert, plain, read_json, write_json
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
 MOST_TOKENS = 1 << 24  # of a sample
 MOST_SPLITS = 16
@@ -44,12 +44,17 @@ class PlanModel:
     """The model a plan was made for, as far as a plan must know it.
 
     `uncalled` has the parameters that are in no unit, because no call of the model reaches them, with their elements.
+    `sample_elements` are those of the largest input tensor, for one sample; 0 where it is not known. `assumptions` are
+    what tracing took for granted, a line each; `unused` has the trainable parameters that the loss does not depend on.
     """
 
     name: str
     parameters: Whole
     seq_len: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None
     uncalled: Mapping[str, Whole] = field(default_factory=dict)
+    sample_elements: Whole = 0
+    assumptions: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         *("_prefetch_unshard", "_register_post_backward_hook", "_reset_iter_state"),
     ),
     f"{_FSDP}._fsdp_state.FSDPState": (),
+    "torch.nn.utils.clip_grad": ("_get_total_norm", "_clip_grads_with_norm_"),
 }
 """Modules and classes, each with the attributes that are used of it."""
 

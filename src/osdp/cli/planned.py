@@ -30,7 +30,7 @@ def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGrap
     except UsageError as error:
         hint = "" if model else f"; the plan was made for {name!r}, give its path with --model"
         raise UsageError(f"{error}{hint}") from None
-    graph = source.capture(PRECISIONS[plan.precision].compute_dtype, name=plan.model.name)
+    graph = source.capture(PRECISIONS[plan.precision].compute_dtype, device=plan.cluster.device, name=plan.model.name)
     if graph.num_parameters != plan.model.parameters:
         raise UsageError(
             f"{name!r} has {graph.num_parameters:,} parameters, the plan is for {plan.model.parameters:,}; "

@@ -78,7 +78,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         type=Path,
-        help="files of tokens (.npy, .bin) or text (any other) (default: a book that comes with osdp)",
+        help="files of tokens (.npy, .bin), texts (.jsonl) or one text (any other) (default: a book that comes along)",
     )
     group.add_argument(
         "--tokenizer", metavar="FILE", type=Path, help="tokenizer.json for texts (default: a byte is a token)"
@@ -174,7 +174,8 @@ def run(arguments: argparse.Namespace) -> None:
     source = load_model(arguments.model, seq_len=seq_len)
     if plan is not None and plan.model.uncalled:
         # Only a trace tells what is called; where a plan holds every parameter in a unit, none is needed.
-        check_graph(plan, source.capture(PRECISIONS[plan.precision].compute_dtype, name=plan.model.name))
+        compute_dtype, device = PRECISIONS[plan.precision].compute_dtype, plan.cluster.device
+        check_graph(plan, source.capture(compute_dtype, device=device, name=plan.model.name))
     from osdp.training.data import demo_text
     from osdp.training.run import Files, Saying, train
 

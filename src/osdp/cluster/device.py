@@ -40,7 +40,8 @@ class Device:
     `attention_efficiency` all of them run by the simpler rule there. `busy_fraction` is the part of a collective's
     seconds that the computation beside it loses. Of the memory, `context_bytes`, `communicator_bytes` for each
     communicator, `workspace_bytes` and the part `reserve_fraction` of the rest, which the allocator's fragments take,
-    are not planned with.
+    are not planned with. Without `flash_attention`, as before NVIDIA's Ampere, torch's attention is memory-efficient in
+    fp16 and fp32, and not fused in bf16.
     """
 
     name: Annotated[str, Meta(min_length=1)]
@@ -61,6 +62,7 @@ class Device:
     context_bytes: ReservedBytes = 0
     communicator_bytes: ReservedBytes = 0
     workspace_bytes: ReservedBytes = 0
+    flash_attention: bool = True
     basis: str = DATA_SHEET
     note: str = ""
     source: Mapping[str, str] = field(default_factory=dict, hash=False)

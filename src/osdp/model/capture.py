@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode
+from osdp.cluster.device import Device
 from osdp.model.assemble import (
     CaptureError,
     Cut,
@@ -29,6 +30,7 @@ from osdp.model.assemble import (
 )
 from osdp.model.beside import Beside, no_garbage_collection
 from osdp.model.depth import Short, shortened
+from osdp.model.fake import refuse_own_checkpointing
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.measure import OperatorCosts, measure_operators
@@ -50,19 +52,23 @@ def capture(
     compute_dtype: str = "bf16",
     seq_len: int | None = None,
     batch: int | None = None,
+    device: Device | None = None,
 ) -> ModelGraph:
     """Measures a model without running it: parameters, operators, stages, memory, FLOPs, and their growth.
 
     `example_inputs` is a tuple of positional inputs, a dict of keyword inputs, or a function of the batch size that
     returns both; values of real tensors are used where the model asks for them, see [Note: Values]. `loss` maps the
     model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `batch` is the batch
-    size to measure at where costs do not grow in a straight line with it, by default the example's.
+    size to measure at where costs do not grow in a straight line with it, by default the example's. `device` is the one
+    whose kernels are traced, by default this machine's CPU; see [Note: Device kernels].
     The model may live on any device, the meta device included; it is neither changed nor run.
     """
+    model = getattr(model, "_orig_mod", model)  # of a compiled one: its modules have the names that plans use
+    refuse_own_checkpointing(model)
     first: Exception | None = None
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
-            asked = _Asked(model, inputs, loss, compute_dtype, batch or _own_batch(example_inputs))
+            asked = _Asked(model, inputs, loss, compute_dtype, batch or _own_batch(example_inputs), device)
             try:
                 graph = _taken(asked).graph(model, name or type(model).__name__, seq_len)
             except Exception as error:
@@ -106,12 +112,20 @@ class _Asked:
     loss: Callable[[Any], Tensor] | None
     dtype: str
     batch: int
+    device: Device | None
     root_is_operator: bool = False
 
     def runner(self, mode: FakeTensorMode, short: Short | None = None) -> Runner:
         cut = short.cut if short is not None else lambda model: None
         return Runner.of(
-            self.model, self.inputs, self.loss, self.dtype, mode, cut=cut, root_is_operator=self.root_is_operator
+            self.model,
+            self.inputs,
+            self.loss,
+            self.dtype,
+            mode,
+            cut=cut,
+            root_is_operator=self.root_is_operator,
+            device=self.device,
         )
 
 
@@ -264,6 +278,7 @@ class _Taken:
             seq_len=seq_len,
             assumptions=tuple(dict.fromkeys(self.notes)),
             unused=self._unused(parameters),
+            sample_elements=self._sample_elements(),
         )
 
     def _input_bytes(self) -> Affine:
@@ -271,6 +286,10 @@ class _Taken:
         (low, first), (high, second) = min(sizes.items()), max(sizes.items())
         slope = (second - first) // (high - low) if high > low else 0
         return Affine(first - slope * low, slope)
+
+    def _sample_elements(self) -> int:
+        batch = self.batches[0]
+        return max(tensor.numel() for tensor in tensors_in(self.asked.inputs(batch))) // batch
 
     def _unused(self, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
         """The trainable parameters that no gradient reaches: the loss does not depend on them."""

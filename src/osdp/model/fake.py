@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode, tree_leaves
+from osdp.errors import UsageError
 from osdp.model.values import fake_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,6 +73,17 @@ def without_layerdrop(model: nn.Module) -> list[str]:
             if isinstance(getattr(config, key, None), float):
                 setattr(config, key, 0.0)
     return dropped
+
+
+def refuse_own_checkpointing(model: nn.Module) -> None:
+    """Refuses a Hugging Face model that recomputes layers itself: whether a block does is the plan's decision."""
+    own = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True]
+    if own:
+        raise UsageError(
+            f"the gradient checkpointing of this {type(model).__name__} is on, in {len(own)} modules such as {own[0]}:"
+            " it would recompute blocks that the plan does not; call model.gradient_checkpointing_disable(), and osdp"
+            " chooses the blocks to recompute"
+        )
 
 
 def settled(model: nn.Module) -> nn.Module:

@@ -139,10 +139,10 @@ class Trace:
 
     @cached_property
     def signature(self) -> str:
-        """Equal for passes with the same kernels, and so the same time: their FLOPs and bytes at every batch size."""
+        """Equal for passes with the same kernels, and so the same time: FLOPs, bytes and kinds at every batch size."""
         digest = hashlib.sha256()
         for stretches in (self.forward, self.backward):
-            rows = [np.concatenate([stretch.flops, stretch.moved], axis=1) for stretch in stretches]
+            rows = [np.column_stack([stretch.flops, stretch.moved, stretch.kinds]) for stretch in stretches]
             digest.update(b"pass" + b"".join(np.ascontiguousarray(each, dtype=np.int64).tobytes() for each in rows))
         return digest.hexdigest()[:16]
 
@@ -197,6 +197,7 @@ class ModelGraph:
     seq_len: int | None = None
     assumptions: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    sample_elements: int = 0  # of the largest input tensor, for one sample
 
     @property
     def only_batch(self) -> int | None:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode
+from osdp.cluster.device import Device
 from osdp.model.assemble import Cut, GrowingTrace, cut_stages, fit_growth
+from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import (
     DTYPES,
     fake_copy,
@@ -44,6 +46,7 @@ class Runner:
     dtype: torch.dtype
     layers_dropped: bool
     root_is_operator: bool  # see [Note: Uncalled] in capture.py
+    device: Device | None
 
     @staticmethod
     def of(
@@ -55,13 +58,15 @@ class Runner:
         *,
         cut: Callable[[nn.Module], None],
         root_is_operator: bool,
+        device: Device | None,
     ) -> Runner:
         with mode:
             fake = fake_copy(model, DTYPES[dtype])
             dropped = without_layerdrop(fake)
             settled(fake)
             cut(fake)
-        return Runner(fake, inputs, loss, mode, own_blocks(fake), DTYPES[dtype], bool(dropped), root_is_operator)
+        blocks = own_blocks(fake)
+        return Runner(fake, inputs, loss, mode, blocks, DTYPES[dtype], bool(dropped), root_is_operator, device)
 
     @property
     def operators(self) -> set[str]:
@@ -81,7 +86,7 @@ class Runner:
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
-            with sequences_not_packed(kwargs):
+            with sequences_not_packed(kwargs), kernels_of(self.device, self.model):
                 trace = run_trace(
                     self.model,
                     args,

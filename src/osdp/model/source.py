@@ -25,6 +25,7 @@ from osdp.model.beside import no_garbage_collection
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from osdp.cluster import Device
     from osdp.model.graph import ModelGraph
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,6 +36,12 @@ LONGEST_DEFAULT = 2048
 # The shape of the labels follows from the head that the architecture's name ends with.
 TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 SAMPLE_HEADS = ("ForSequenceClassification", "ForImageClassification")
+
+# Weights beside a config.json, as transformers stores them.
+WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 
 # Above these, building a model would not end, or its sizes would pass 64 bits. Masks are filled with floats of -1e38.
 COUNTED = ("layers", "n_layer", "experts", "blocks", "depth", "depths", "stages")
@@ -65,7 +72,8 @@ class ModelSource:
 
     `build` constructs the module, in float32, on whatever device is current; `inputs(batch_size)` gives the
     arguments of one forward as meta tensors; `loss` maps the forward's output to a scalar. `seq_len` and
-    `sample_tokens` (all tokens of a sample, encoder's and decoder's) are None where a sample is not text.
+    `sample_tokens` (all tokens of a sample, encoder's and decoder's) are None where a sample is not text. `pretrained`
+    builds the module with the weights that are stored beside its configuration; None where there are none.
     """
 
     name: str
@@ -76,6 +84,7 @@ class ModelSource:
     sample_tokens: int | None
     published_parameters: int | None
     description: str
+    pretrained: Callable[[], nn.Module] | None = None
 
     def build_on_meta(self) -> nn.Module:
         """The module with every tensor on the meta device: it has shapes and takes no memory."""
@@ -84,8 +93,8 @@ class ModelSource:
         with torch.device("meta"):
             return _move_to_meta(self.build())
 
-    def capture(self, compute_dtype: str, *, name: str | None = None) -> ModelGraph:
-        """What the planner knows of the model, under its own name or another."""
+    def capture(self, compute_dtype: str, *, device: Device | None = None, name: str | None = None) -> ModelGraph:
+        """What the planner knows of the model on a device, by default this CPU, under its own name or another."""
         from osdp.model.capture import capture
 
         return capture(
@@ -95,6 +104,7 @@ class ModelSource:
             name=name or self.name,
             compute_dtype=compute_dtype,
             seq_len=self.seq_len,
+            device=device,
         )
 
 
@@ -183,7 +193,10 @@ def _from_hf_file(path: Path, seq_len: int | None) -> ModelSource:
         raise UsageError(f"{file} has no model_type; give a Hugging Face config.json")
     _check_sizes(fields, file)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    return _from_hf(name, fields, seq_len, f"{fields['model_type']} of {file}")
+    source = _from_hf(name, fields, seq_len, f"{fields['model_type']} of {file}")
+    if not path.is_dir() or not any((path / stored).exists() for stored in WEIGHTS):
+        return source
+    return replace(source, pretrained=partial(_hf_pretrained, name, fields, path))
 
 
 def _check_sizes(value: Any, file: Path, key: str = "") -> None:
@@ -246,6 +259,28 @@ def _hf_build(name: str, architecture: Any, config: Any) -> nn.Module:
             if rate > 0:
                 raise UsageError(f"{name}: {path} skips layers at random, layerdrop {rate}; set it to 0")
             module.layerdrop = _NeverDropped()
+    return model
+
+
+def _hf_pretrained(name: str, fields: Mapping[str, Any], folder: Path) -> nn.Module:
+    import torch
+
+    config, architecture = _hf_config_and_class(name, fields)
+    try:
+        model, told = architecture.from_pretrained(
+            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # files that are cut short, or of another model, raise many types
+        raise UsageError(
+            f"{folder}: its weights cannot be read ({_first_line(error)}); restore them, or give its config.json to"
+            " begin with random weights"
+        ) from error
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise UsageError(
+            f"{folder}: its weights lack {len(missing)} tensors of {architecture.__name__}, such as {missing[0]};"
+            " give weights of this class, or its config.json to begin with random weights"
+        )
     return model
 
 

@@ -180,7 +180,8 @@ class Profiling:
         source = self.wanted.source
         if source is None:
             return None
-        graph = by_rank_0(lambda: source.capture(PRECISIONS[self.precision].compute_dtype))
+        compute_dtype, device = PRECISIONS[self.precision].compute_dtype, self.cluster.device
+        graph = by_rank_0(lambda: source.capture(compute_dtype, device=device))
         batches, memory = self.wanted.batches, self.cluster.limit_bytes
         return StageRounds(self.bench, source, graph, batches=batches, memory_bytes=memory)
 

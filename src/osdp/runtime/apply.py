@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from osdp._torch.clip import clip_over_meshes
 from osdp._torch.fsdp import (
     FSDPParamGroup,
     compute_in_place,
@@ -31,9 +32,11 @@ from osdp.errors import UsageError
 from osdp.model.fake import without_cache
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order, unit_depths
 from osdp.runtime.agree import check_model, check_ranks, check_weights
+from osdp.runtime.clip import scale_to, torch_norm
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
 from osdp.runtime.courier import Reductions
 from osdp.runtime.meshes import Meshes, meshes_of
+from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
 from osdp.runtime.recompute import recompute
 from osdp.runtime.recovery import Recovery
 from osdp.runtime.same_inputs import one_tensor_stays_one
@@ -92,6 +95,8 @@ def parallelize(
     By default it is trained where `osdp.accelerator.training_device` says, by the engine of its process group; see
     [Note: Engines].
     """
+    refuse_wrapped(model)
+    before = list(model.parameters())
     device = training_device(model, device)
     engine = engine or running_engine(device)
     check_ranks(plan)
@@ -124,10 +129,14 @@ def parallelize(
         _carry(pieces, meshes, reductions)
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=engine.gathers_before_waiting)
-    agree_on_overflow(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    on_meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    agree_on_overflow(on_meshes)
+    clip_over_meshes(on_meshes, norm=torch_norm, scale=scale_to)
     recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused)
     model.register_forward_pre_hook(recovery.before_forward, prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
+    model.register_forward_pre_hook(BatchWatch(plan).before_forward, with_kwargs=True)
+    refuse_steps_of(before, model.parameters())
     setattr(model, _APPLIED, Applied(plan, tuple(pieces), template, recovery))
     return model
 

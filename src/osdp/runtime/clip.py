@@ -31,6 +31,14 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    norm = total_norm(grads, norm_type)
+    scale_to(grads, max_norm, norm)
+    return norm.to(grads[0].dtype if grads else torch.float32)
+
+
+@torch.no_grad()
+def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients together, in double precision, equal on all ranks: a collective."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = [local_tensor(grad) for grad in grads]
     by_shards: dict[int, list[Tensor]] = {}
@@ -47,10 +55,20 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
             total += each.pow_(norm_type).sum() * (shards / ranks)
     if ranks > 1:
         dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def scale_to(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Multiplies gradients so that their norm, which is `norm`, is at most `max_norm`."""
+    local = [local_tensor(grad) for grad in grads]
     if local:
         torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(local[0].dtype))
-    return norm.to(local[0].dtype if local else torch.float32)
+
+
+def torch_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm as torch's own clipping gives it: in the gradients' precision."""
+    return total_norm(grads, norm_type).to(grads[0].dtype)
 
 
 def _norms(parts: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -21,6 +21,7 @@ from osdp._torch import FakeTensorMode, fake_store
 from osdp.cost.holds import CONSTANTS, GRADIENTS, PARAMETERS, STATES
 from osdp.cost.schedule import CollectiveRecord
 from osdp.engine import ASYNC_GLOO
+from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import fake_copy, same_draws, sequences_not_packed, settled
 from osdp.model.inputs import map_tensors, tensors_in
 from osdp.model.trace import Hooks, RawTrace
@@ -83,7 +84,7 @@ def dry_run(
         given = inputs(plan.batch_size)
         with same_draws(), mode, Values(plan.batch_size):
             step = _Step(model, given, plan, loss, watched, optimizer)
-            with sequences_not_packed(step.kwargs):
+            with sequences_not_packed(step.kwargs), kernels_of(plan.cluster.device, model):
                 return step.second()
 
 

@@ -14,12 +14,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp.accelerator import own_device
 from osdp.errors import UsageError
 from osdp.model.structure import own_blocks
+from osdp.runtime.agree import by_rank_0
 from osdp.runtime.apply import template_of
 from osdp.runtime.split import SplitOperator, parts_of
 
@@ -71,6 +73,36 @@ def _own_draws(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
 
 
+@torch.no_grad()
+def take_weights(model: nn.Module, pretrained: Callable[[], nn.Module]) -> None:
+    """Gives a model that runs a plan, and has its memory, the weights of a plain one.
+
+    Rank 0 alone builds the plain one and sends it tensor by tensor: every rank keeps the part that it holds.
+    """
+    template = template_of(model)
+    plain: list[nn.Module] = []
+    by_rank_0(lambda: plain.append(pretrained()))
+    stored = plain[0].state_dict() if plain else {}
+    for name, tensor in template.state_dict().items():
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if plain:
+            value.copy_(stored[name].reshape(tensor.shape))
+        if dist.is_initialized():
+            dist.broadcast(value, src=0)
+        owner, _, key = name.rpartition(".")
+        _copy(model.get_submodule(owner), key, value)
+
+
+def _copy(owner: nn.Module, key: str, value: Tensor) -> None:
+    """Copies a whole tensor into what this rank holds of a parameter, or into a buffer."""
+    if key in owner._buffers:
+        owner.get_buffer(key).copy_(value)
+        return
+    held, dim = _held(owner, key)
+    for tensor, piece in zip(held, parts_of(value.detach(), held, dim), strict=True):
+        tensor.copy_(piece)
+
+
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Gives parameters and buffers memory, without values; `to_empty` would untie tied ones."""
     made: dict[Tensor, Any] = {}
@@ -114,9 +146,7 @@ def _take_over(model: nn.Module, name: str, part: nn.Module, recurse: bool, know
         if key in known:
             continue
         owner, _, own = key.rpartition(".")
-        held, dim = _held(target.get_submodule(owner), own)
-        for tensor, piece in zip(held, parts_of(value.detach(), held, dim), strict=True):
-            tensor.copy_(piece)
+        _copy(target.get_submodule(owner), own, value)
     for key, value in part.named_buffers(recurse=recurse):
         target.get_buffer(key).copy_(value)
 

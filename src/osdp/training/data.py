@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import struct
 import zlib
@@ -34,10 +35,10 @@ _LOOKED_AT = 1 << 26  # tokens that are looked at before training starts; every 
 _EDGE_BYTES = 1 << 20
 _FEW = 64  # tokens, of which half may be 0 by chance
 _MOST_ENCODED_BYTES = 4 << 30
+_JSON_LINES = (".jsonl", ".ndjson")
+_LINE = '{"text": "..."}'
 _NO_TEXT = (
     ".json",
-    ".jsonl",
-    ".ndjson",
     ".csv",
     ".tsv",
     ".npz",
@@ -60,7 +61,8 @@ def demo_text() -> Path:
 def open_tokens(path: Path, *, tokenizer: Path | None = None, dtype: str = "uint16") -> Array:
     """The tokens of one file: .npy and .bin hold them and are mapped into memory; any other file is text.
 
-    The tokens of a text are its bytes, or what the tokenizer makes of it.
+    The tokens of a text are its bytes, or what the tokenizer makes of it. A .jsonl file has an object with a "text" on
+    every line: the texts follow each other, with a newline between two.
     """
     remedy = "give a file of text or tokens with --data"
     try:
@@ -73,7 +75,10 @@ def open_tokens(path: Path, *, tokenizer: Path | None = None, dtype: str = "uint
         if path.suffix == ".bin":
             return _bin(path, status.st_size, np.dtype(dtype))
         _require_text(path)
-        return _encoded(path, status.st_size, tokenizer) if tokenizer else np.memmap(path, np.uint8, "r")
+        if tokenizer is None and path.suffix.lower() not in _JSON_LINES:
+            return np.memmap(path, np.uint8, "r")
+        text = _text(path, status.st_size)
+        return _encoded(text, tokenizer) if tokenizer else np.frombuffer(text.encode(), np.uint8)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path!s:.200}: it cannot be read ({reason}); {remedy}") from None
@@ -119,12 +124,33 @@ def _bin(path: Path, size_bytes: int, dtype: np.dtype[Any]) -> Array:
     return tokens
 
 
-def _encoded(path: Path, size_bytes: int, tokenizer: Path) -> Array:
+def _text(path: Path, size_bytes: int) -> str:
+    """The text of a whole file, of .jsonl the texts that it holds."""
     if size_bytes > _MOST_ENCODED_BYTES:
         raise UsageError(
             f"{path}: it has {size_bytes:,} bytes, and at most {_MOST_ENCODED_BYTES:,} are encoded at the start; "
             "encode it before, and give the tokens as .npy or .bin"
         )
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix.lower() not in _JSON_LINES:
+        return text
+    lines = enumerate(text.split("\n"), start=1)
+    return "\n".join(_text_of_line(line, f"{path}, line {number}") for number, line in lines if line.strip())
+
+
+def _text_of_line(line: str, where: str) -> str:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{where}: it is no JSON ({error}); write one object a line, as {_LINE}") from None
+    text = document.get("text") if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        found = f"has {', '.join(map(str, document))[:80]}" if isinstance(document, dict) else "is no object"
+        raise UsageError(f'{where} {found} and no "text"; write one object a line, as {_LINE}')
+    return text
+
+
+def _encoded(text: str, tokenizer: Path) -> Array:
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -135,7 +161,6 @@ def _encoded(path: Path, size_bytes: int, tokenizer: Path) -> Array:
         reader = Tokenizer.from_str(text_of_tokenizer.decode())
     except Exception as error:  # the library raises Exception itself
         raise UsageError(f"{file} is no tokenizer ({error}); give a tokenizer.json or its folder") from None
-    text = path.read_text(encoding="utf-8", errors="replace")
     return np.asarray(reader.encode(text, add_special_tokens=False).ids, np.uint32)
 
 

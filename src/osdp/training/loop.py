@@ -18,6 +18,7 @@ import osdp
 from osdp.errors import OsdpError, UsageError
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
+from osdp.runtime.initialize import take_weights
 from osdp.training.baddays import StopWish, Watchdog
 from osdp.training.data import Order, Windows
 from osdp.training.feed import Feed
@@ -97,6 +98,8 @@ class Trainer:
         self.world, self.watchdog = world, watchdog
         self.memory = PeakMemory(world.device)
         self.model = _parallel(model, plan, world, settings.seed)
+        if source.pretrained is not None:
+            take_weights(self.model, source.pretrained)
         self.optimizer = make_optimizer(
             self.model, plan.optimizer, lr=settings.schedule.lr, weight_decay=settings.weight_decay
         )

@@ -98,6 +98,8 @@ class _Run:
             wish = stack.enter_context(StopWish().heard())
             done = trainer.saves.resumed()
             say.start(plan, done, settings.keeping.folder)
+            if self.source.pretrained is not None and not done and world.leads and not saying.quiet:
+                print(f"osdp: begins with the stored weights of {self.source.name}", file=sys.stderr, flush=True)
             steps, pace = [], Pace(plan)
             for step in trainer.steps(done, wish):
                 say.step(step, plan)

@@ -77,7 +77,7 @@ class _Run:
         precision = job.precision or ("fp32" if world.device.type == "cpu" else "bf16")
         training = Training.of(precision, job.optimizer, job.reduce_dtype)
         self.errand.say("tracing the model")
-        graph = self.source.capture(training.precision.compute_dtype, name=job.name)
+        graph = self.source.capture(training.precision.compute_dtype, device=cluster.device, name=job.name)
         rules = Rules(modes=job.modes or MODES, split=job.split, recompute=job.recompute, pins=dict(job.pins) or None)
         wanted = Wanted(training, rules, job.batch, job.global_batch, job.candidates, job.steps)
         return Tuner(self.source, graph, self._timed(cluster, graph), wanted, world).tuned(self.errand.say)

@@ -1,0 +1,76 @@
+"""Lets torch's own clipping work on gradients that lie on several meshes.
+
+[Note: Clipping]
+`torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients, which DTensors of different meshes refuse. Trainers
+call it, and users do. It computes with two functions of its module; for gradients on several meshes of a plan these
+are ours, and for all others they are torch's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+
+Norm = Callable[[Sequence[Tensor], float], Tensor]
+Scale = Callable[[Sequence[Tensor], float, Tensor], None]
+
+_ours: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()  # by id: meshes of a kind are equal
+_is_patched = False
+
+
+def clip_over_meshes(meshes: Iterable[DeviceMesh], *, norm: Norm, scale: Scale) -> None:
+    """Has torch's clipping take `norm` and `scale` for gradients on several of these meshes; see [Note: Clipping]."""
+    global _is_patched
+    _ours.update({id(mesh): mesh for mesh in meshes})
+    if _is_patched:
+        return
+    _is_patched = True
+    stock_norm, stock_clip = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        found = _listed(tensors)
+        if not _on_several(found):
+            return stock_norm(found, norm_type, error_if_nonfinite, foreach)
+        total = norm(found, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"the norm of the gradients is {total.item()}, which is not finite, so it is not clipped"
+            )
+        return total
+
+    def clip_grads_with_norm_(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        found = _listed(parameters)
+        gradients = [parameter.grad for parameter in found if parameter.grad is not None]
+        if _on_several(gradients):
+            scale(gradients, float(max_norm), total_norm)
+        else:
+            stock_clip(found, max_norm, total_norm, foreach)
+
+    utils: Any = torch.nn.utils
+    clip_grad._get_total_norm = utils.get_total_norm = get_total_norm
+    clip_grad._clip_grads_with_norm_ = utils.clip_grads_with_norm_ = clip_grads_with_norm_
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _on_several(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors lie on several meshes, or on one and on none, and one of the meshes is a plan's."""
+    meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors]
+    ours = any(mesh is not None and _ours.get(id(mesh)) is mesh for mesh in meshes)
+    return ours and len({id(mesh) for mesh in meshes}) > 1
