@@ -1,4 +1,4 @@
-"""Claims: the trace of a step ends when the plan says that the step does, and neither stream does two things at once."""
+"""Claims: the trace of a step ends when the plan says that it does, and neither stream does two things at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def traced(model: str, case: str) -> tuple[StepGraph, StepTrace]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", ["gpt", "gpt-pyramid", "llama-tied", "t5"])
+@pytest.mark.parametrize("model", ["gpt", "t5"])
 def test_the_last_clock_is_the_stated_step(model: str, case: str) -> None:
     graph, trace = traced(model, case)
     assert trace.stretch == pytest.approx(1.0, rel=1e-9)  # streams overlap fully: nothing is stretched
