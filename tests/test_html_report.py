@@ -237,16 +237,14 @@ def test_every_control_has_a_name(browser: Browser, address: str) -> None:
 # ---- the command
 
 
-def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, out = tmp_path / "plan.json", tmp_path / "report.html"
-    assert main(["plan", "gpt-tiny", "--cluster", "4xRTX-TITAN", "--seq-len", "32", "-o", str(path), "--quiet"]) == 0
+def test_the_command_writes_one_file(
+    tiny_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = str(tiny_plan), tmp_path / "report.html"
     capsys.readouterr()
-    assert main(["report", str(path), "-o", str(out), "--quiet"]) == 0
+    assert main(["report", path, "-o", str(out), "--quiet"]) == 0
     assert capsys.readouterr().out == f"saved to {out}\n"
     text = out.read_text()
     assert "gpt-tiny" in text and len(text) < 1_000_000
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "@import" not in text and "url(http" not in text
-    assert main(["report", str(path), "--json", "--quiet"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["ways"][0]["peak_bytes"] == Plan.load(path).predicted.peak_bytes
-    assert main(["report", str(path), "--measured", str(tmp_path / "none.json"), "--quiet"]) == 2
+    assert main(["report", path, "--measured", str(tmp_path / "none.json"), "--quiet"]) == 2

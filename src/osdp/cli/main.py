@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import osdp
-from osdp.cli import devices, graph, models, plan, profile, report, train, tune, verify
+from osdp.cli import devices, graph, models, plan, profile, report, trace, train, tune, verify
 from osdp.cli.parser import Parser
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 
@@ -47,7 +47,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, report, verify, graph, profile, tune, train, models, devices):
+    for command in (plan, report, verify, graph, trace, profile, tune, train, models, devices):
         command.add_to(commands)
     return parser
 
