@@ -237,9 +237,7 @@ def test_every_control_has_a_name(browser: Browser, address: str) -> None:
 # ---- the command
 
 
-def test_the_command_writes_one_file(
-    tiny_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_one_file(tiny_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = str(tiny_plan), tmp_path / "report.html"
     capsys.readouterr()
     assert main(["report", path, "-o", str(out), "--quiet"]) == 0

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import osdp
-from osdp.cli import devices, graph, models, plan, profile, report, trace, train, tune, verify
+from osdp.cli import devices, diff, explain, graph, models, plan, profile, report, trace, train, tune, verify
 from osdp.cli.parser import Parser
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 
@@ -32,6 +32,7 @@ examples:
   osdp devices                              which devices are known by name
   osdp plan gpt2-xl --cluster 8xRTX-3090    the best plan, and what it gains
   osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
+  osdp explain plan.json                    what binds it, and what more is worth
   osdp report plan.json -o report.html      the plan in pictures
   osdp graph plan.json                      what a step computes and sends
   osdp verify plan.json                     the plan beside the real runtime
@@ -47,7 +48,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, report, verify, graph, trace, profile, tune, train, models, devices):
+    for command in (plan, explain, diff, report, verify, graph, trace, profile, tune, train, models, devices):
         command.add_to(commands)
     return parser
 
