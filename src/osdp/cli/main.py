@@ -12,11 +12,30 @@ import sys
 from collections.abc import Sequence
 
 import osdp
-from osdp.cli import devices, diff, explain, graph, models, plan, profile, report, trace, train, tune, verify
+from osdp.cli import (
+    devices,
+    diff,
+    explain,
+    graph,
+    models,
+    plan,
+    profile,
+    report,
+    size,
+    trace,
+    train,
+    tune,
+    verify,
+    whatif,
+)
 from osdp.cli.parser import Parser
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
+COMMANDS = (
+    *(plan, explain, diff, whatif, size, report, trace, graph, verify),
+    *(profile, tune, train, models, devices),
+)
 
 DESCRIPTION = """\
 Train a PyTorch model data-parallel at the highest throughput that its devices'
@@ -48,7 +67,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, explain, diff, report, verify, graph, trace, profile, tune, train, models, devices):
+    for command in COMMANDS:
         command.add_to(commands)
     return parser
 
