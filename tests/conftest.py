@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +71,14 @@ def plan() -> Plan:
         ),
         units=tuple(units),
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan file that `osdp plan` wrote, for tests of the commands that read one."""
+    from osdp.cli.main import main
+
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    options = ("--cluster", "4xRTX-TITAN", "--seq-len", "32", "--batch", "2", "--quiet")
+    assert main(["plan", "gpt-tiny", *options, "-o", str(path)]) == 0
+    return path

@@ -27,16 +27,21 @@ from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE
 from osdp.errors import OsdpError
+from osdp.files import write_text
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
 from osdp.planfile import FREE, Baseline, Plan
+from osdp.report.html import report_html
+from osdp.report.measurements import Measurement
 from osdp.report.page import plan_page
 from osdp.report.printing import console
+from osdp.report.report_page import report_page
 from osdp.report.terminal import print_plan
 
 from .model import GLOBAL_BATCH, LENGTH
-from .page import page_of, print_page
+from .page import Page, page_of, print_page
 from .ranks import ROOT, RanksFailed, run_ranks
+from .worker import PLAN
 
 RANKS = 4
 MODEL = "examples.demo.model:build"
@@ -74,7 +79,8 @@ def demonstrate(folder: Path, *, reuse: bool) -> None:
         how = ("--model", MODEL, "--batches", "1,2", "--precision", "fp32", "--seconds", "40")
         run_ranks(RANKS, "osdp", "profile", *how, "-o", str(profile), log=folder / "profile.log")
     say("planning")
-    plan, fsdp = planned(Cluster.parse(str(profile)), out)
+    graph = load_model(MODEL).capture("fp32", name=MODEL)
+    plan, fsdp = planned(graph, Cluster.parse(str(profile)), out)
     plan.save(folder / "plan.json")
     fsdp.save(folder / "fsdp.json")
     print_plan(plan_page(plan), out)
@@ -85,13 +91,23 @@ def demonstrate(folder: Path, *, reuse: bool) -> None:
     page = page_of(plan, fsdp, measured, sample_tokens=LENGTH)
     result.write_text(json.dumps({"page": page.to_dict(), "measured": measured}, indent=1) + "\n")
     print_page(page, out)
+    report = folder / "report.html"
+    write_text(report_html(report_page(plan, graph, [measurement(page)])), report)
+    out.print(f"\nThe plan in pictures: open {report.relative_to(ROOT)} in a browser.")
     say(f"done; {folder.relative_to(ROOT)} has the profile, the plan and the result")
 
 
-def planned(cluster: Cluster, out: Console) -> tuple[Plan, Plan]:
+def measurement(page: Page) -> Measurement:
+    """What was measured of the plan, for its report."""
+    row = next(row for row in page.rows if row.way == PLAN)
+    return Measurement(
+        f"this demonstration, {page.steps} steps on {page.ranks} ranks", row.step_seconds, row.peak_bytes
+    )
+
+
+def planned(graph: ModelGraph, cluster: Cluster, out: Console) -> tuple[Plan, Plan]:
     """The best plan within the memory, and the best one that does as FSDP does: every block whole, and freed."""
-    source, training = load_model(MODEL), Training.of("fp32")
-    graph = source.capture("fp32", name=MODEL)
+    training = Training.of("fp32")
     ddp, fsdp = (smallest_peak(graph, cluster, training, way) for way in ("DDP", "FSDP"))
     limit = int(MEMORY_SHARE * ddp) // MIB * MIB
     out.print(f"\nEach rank may use {format_bytes(limit)}. DDP does not fit: it needs {format_bytes(ddp)} at least.")

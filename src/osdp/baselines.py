@@ -8,12 +8,13 @@ from functools import cached_property
 
 from osdp.batching import LARGEST_MICRO_BATCH, Batching
 from osdp.cluster import Cluster
+from osdp.cost.graph import StepGraph, step_graph
 from osdp.cost.tables import Rules, Tables, Uniform
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, modes_for
 from osdp.model.graph import ModelGraph
 from osdp.planfile import FREE, FREE_IN_NODE, KEEP, REPLICATE, Baseline
-from osdp.search.problem import Verdict, evaluate
+from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
 
 WAYS = (("DDP", REPLICATE), ("ZeRO-2", KEEP), ("FSDP", FREE), ("HSDP", FREE_IN_NODE))
 
@@ -28,13 +29,13 @@ class Way:
 
 def baselines(graph: ModelGraph, cluster: Cluster, training: Training, batching: Batching) -> tuple[Way, ...]:
     """Every way that differs on this cluster, with and without recompute."""
-    prices = _Prices(graph, cluster, training)
+    prices = Prices(graph, cluster, training)
     again = (False, True) if any(stage.recomputed for stage in graph.stages) else (False,)
     ways = [(name, mode) for name, mode in WAYS if mode in modes_for(cluster)]
     return tuple(_best(prices, batching, name, mode, recompute) for name, mode in ways for recompute in again)
 
 
-class _Prices:
+class Prices:
     """The tables of ways that hold every unit alike: with micro-batches that are accumulated, and without."""
 
     def __init__(self, graph: ModelGraph, cluster: Cluster, training: Training) -> None:
@@ -53,20 +54,32 @@ class _Prices:
     def _often(self) -> Tables:
         return self._tables(2)
 
-    def verdict(self, uniform: Uniform, batch: int, accumulation: int) -> Verdict:
+    def _chosen(
+        self, uniform: Uniform, batch: int, accumulation: int
+    ) -> tuple[Tables, Problem, tuple[StageChoice, ...]]:
         tables = self._often if accumulation > 1 else self._once
         variant = None if tables.variants == [None] else uniform.recompute
         limit = self.cluster.limit_bytes
         problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=variant)
         choice = tables.uniform(problem, uniform)
         assert choice is not None
+        return tables, problem, choice
+
+    def verdict(self, uniform: Uniform, batch: int, accumulation: int) -> Verdict:
+        _, problem, choice = self._chosen(uniform, batch, accumulation)
         return evaluate(problem, choice)
+
+    def step(self, uniform: Uniform, batch: int, accumulation: int) -> StepGraph:
+        """The graph of a step in this way."""
+        tables, problem, choice = self._chosen(uniform, batch, accumulation)
+        training = replace(self._training, accumulation=accumulation)
+        return step_graph(*tables.read(problem, choice), batch, training, self.cluster)
 
     def fits(self, verdict: Verdict) -> bool:
         return verdict.peak <= self.cluster.limit_bytes
 
 
-def _best(prices: _Prices, batching: Batching, name: str, mode: str, recompute: bool) -> Way:
+def _best(prices: Prices, batching: Batching, name: str, mode: str, recompute: bool) -> Way:
     """The fastest over all micro-batches, gradients reduced in each or once; where none fits, the smallest peak."""
     best: tuple[float, Way] | None = None
     smallest: tuple[int, Way] | None = None
@@ -84,7 +97,7 @@ def _best(prices: _Prices, batching: Batching, name: str, mode: str, recompute: 
 
 
 def _tried(
-    prices: _Prices, batching: Batching, mode: str, recompute: bool
+    prices: Prices, batching: Batching, mode: str, recompute: bool
 ) -> Iterator[tuple[Uniform, int, int, Verdict]]:
     for micro, batch in batching.ways(prices.cluster.world_size):
         for once in (False, True) if micro > 1 else (False,):
@@ -93,7 +106,7 @@ def _tried(
             yield uniform, micro, size, prices.verdict(uniform, size, micro)
 
 
-def _largest(prices: _Prices, uniform: Uniform, micro: int) -> int:
+def _largest(prices: Prices, uniform: Uniform, micro: int) -> int:
     """The largest batch size that fits: seconds per sample never grow with it. 1 if none does."""
 
     def fits(batch: int) -> bool:

@@ -91,11 +91,15 @@ def _decoded(path: str | os.PathLike[str], decode: Any, form: str, remedy: str) 
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    write_bytes(text.encode("utf-8"), path)
+
+
+def write_bytes(data: bytes, path: str | os.PathLike[str]) -> None:
     """Replaces the file in one step; whatever ends this leaves the old file or the new one, and nothing else."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(data)
         partial.replace(target)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}; choose another path") from None

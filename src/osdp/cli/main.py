@@ -12,11 +12,31 @@ import sys
 from collections.abc import Sequence
 
 import osdp
-from osdp.cli import devices, doctor, graph, models, plan, profile, train, tune, verify
+from osdp.cli import (
+    devices,
+    diff,
+    doctor,
+    explain,
+    graph,
+    models,
+    plan,
+    profile,
+    report,
+    size,
+    trace,
+    train,
+    tune,
+    verify,
+    whatif,
+)
 from osdp.cli.parser import Parser
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
+COMMANDS = (
+    *(plan, explain, diff, whatif, size, report, trace, graph, verify),
+    *(doctor, profile, tune, train, models, devices),
+)
 
 DESCRIPTION = """\
 Train a PyTorch model data-parallel at the highest throughput that its devices'
@@ -32,6 +52,8 @@ examples:
   osdp devices                              which devices are known by name
   osdp plan gpt2-xl --cluster 8xRTX-3090    the best plan, and what it gains
   osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
+  osdp explain plan.json                    what binds it, and what more is worth
+  osdp report plan.json -o report.html      the plan in pictures
   osdp graph plan.json                      what a step computes and sends
   osdp verify plan.json                     the plan beside the real runtime
   torchrun --nproc-per-node 8 -m osdp doctor
@@ -47,7 +69,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, verify, graph, doctor, profile, tune, train, models, devices):
+    for command in COMMANDS:
         command.add_to(commands)
     return parser
 

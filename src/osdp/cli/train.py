@@ -138,6 +138,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="one JSON document a line: start, every step, end")
     group.add_argument("--log-every", metavar="N", type=positive, default=1, help="steps a line (default: %(default)s)")
     group.add_argument("--tensorboard", metavar="DIR", type=Path, help="write curves there")
+    group.add_argument(
+        "--trace",
+        metavar="DIR",
+        type=Path,
+        help="write one step as measured on rank 0, and as predicted, for Perfetto and memory_viz",
+    )
     group.add_argument("--quiet", action="store_true", help="show no progress")
 
 
@@ -183,7 +189,7 @@ def run(arguments: argparse.Namespace) -> None:
         source,
         Files(tuple(arguments.data or [demo_text()]), arguments.tokenizer, arguments.token_dtype),
         _settings(arguments),
-        Saying(arguments.json, arguments.quiet, arguments.log_every, arguments.tensorboard),
+        Saying(arguments.json, arguments.quiet, arguments.log_every, arguments.tensorboard, arguments.trace),
         plan_of=_planner(arguments, source, plan),
         timeout_seconds=arguments.timeout,
     )
@@ -196,6 +202,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.plan and given:
         raise UsageError(f"--plan {arguments.plan} has settled {', '.join(given)}; leave one of the two out")
     check_batch(arguments)
+    if arguments.trace is not None:
+        try:
+            arguments.trace.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--trace {arguments.trace} cannot be a folder ({error.strerror}); give another") from None
     for option in ("resume", "save_every", "async_save"):
         if getattr(arguments, option) and arguments.checkpoint is None:
             raise UsageError(f"--{option.replace('_', '-')} needs a folder; give it with --checkpoint DIR")

@@ -95,7 +95,7 @@ def build_timeline(
             change[row[hold.part], begin] += hold.nbytes
             change[row[hold.part], end] -= hold.nbytes
         for growth in slice_growths(unit, option, places, graph.operators):
-            begin, end = _column(growth.start, starts, columns), _column(growth.end, starts, columns)
+            begin, end = column_of(growth.start, starts, columns), column_of(growth.end, starts, columns)
             change[row[TEMPORARIES], begin] += growth.nbytes.at(batch)
             change[row[TEMPORARIES], end] -= growth.nbytes.at(batch)
     parts = change.cumsum(axis=1)[:, :columns]
@@ -117,10 +117,11 @@ def build_timeline(
 
 
 def _columns(hold: Hold, starts: IntArray, columns: int) -> tuple[int, int]:
-    return _column(hold.start, starts, columns), _column(hold.end, starts, columns)
+    return column_of(hold.start, starts, columns), column_of(hold.end, starts, columns)
 
 
-def _column(position: Position, starts: IntArray, columns: int) -> int:
+def column_of(position: Position, starts: Sequence[int] | IntArray, columns: int) -> int:
+    """The column of a position, 0 before the step and behind the last after it."""
     if position.visit < 0:
         return 0
     if position.visit >= len(starts):

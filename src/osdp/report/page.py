@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.errors import DoesNotFit
 from osdp.planfile import MODES, REPLICATE, Baseline, Certificate, Plan, PlanUnit
 from osdp.report.grouping import below, label_of, merged
@@ -166,6 +167,11 @@ def plan_page(plan: Plan) -> PlanPage:
     )
 
 
+BASES = {
+    MEASURED: "speeds: measured on these devices",
+    CALIBRATED: "speeds: calibrated on published runs on such devices",
+    DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
+}
 WORTH_IT = 1.02  # times the best usual way: below that a plan gains little
 
 

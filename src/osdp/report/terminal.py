@@ -9,19 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from osdp.cluster import format_bytes
-from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
+from osdp.cluster.device import CALIBRATED
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
-from osdp.report.page import Group, Memory, MisfitPage, Part, PlanPage, RemedyRow, UnitRow, gain_sentence
+from osdp.report.page import BASES, Group, Memory, MisfitPage, Part, PlanPage, RemedyRow, UnitRow, gain_sentence
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 BAR_WIDTH = 30
-_BASES = {
-    MEASURED: "speeds: measured on these devices",
-    CALIBRATED: "speeds: calibrated on published runs on such devices",
-    DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
-}
 
 
 # ---- the plan
@@ -56,7 +51,7 @@ def _print_headline(page: PlanPage, out: Console) -> None:
     gain = gain_sentence(page)
     if gain:
         print_line(out, gain)
-    print_line(out, _BASES[page.basis])
+    print_line(out, BASES[page.basis])
 
 
 def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:

@@ -21,6 +21,7 @@ from osdp.training.feed import Feed, feed_of
 from osdp.training.loop import Data, Settings, Trainer
 from osdp.training.pace import Pace
 from osdp.training.say import speaker
+from osdp.training.tracing import profiled, write_prediction
 from osdp.training.world import World, started
 
 
@@ -41,6 +42,7 @@ class Saying:
     quiet: bool
     every: int
     tensorboard: Path | None
+    trace: Path | None = None
 
 
 PlanOf = Callable[[World, nn.Module], Plan]
@@ -101,12 +103,18 @@ class _Run:
             if self.source.pretrained is not None and not done and world.leads and not saying.quiet:
                 print(f"osdp: begins with the stored weights of {self.source.name}", file=sys.stderr, flush=True)
             steps, pace = [], Pace(plan)
-            for step in trainer.steps(done, wish):
+            trained = trainer.steps(done, wish)
+            tracing = saying.trace if world.leads else None
+            if tracing is not None:
+                trained = profiled(trained, tracing, steps=settings.steps - done, device=world.device)
+            for step in trained:
                 say.step(step, plan)
                 say.warn(pace.parted(step.timing))
                 steps.append(step)
             if not wish.signal:
                 say.end(steps, plan)
+            if tracing is not None:
+                write_prediction(plan, self.source, tracing)
         if wish.signal and world.leads:
             print(
                 f"osdp: interrupted after step {steps[-1].number if steps else done}; {trainer.saves.resumes()}",
