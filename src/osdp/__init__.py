@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from osdp.planfile import Plan
     from osdp.runtime.accumulate import accumulate
     from osdp.runtime.apply import parallelize
+    from osdp.runtime.average import MovingAverage
     from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
     from osdp.runtime.clip import clip_grad_norm_
     from osdp.runtime.initialize import initialize
@@ -29,6 +30,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Cluster",
     "DoesNotFit",
+    "MovingAverage",
     "OsdpError",
     "Plan",
     "UsageError",
@@ -48,6 +50,7 @@ __all__ = [
 _HOME = {
     "Cluster": "osdp.cluster",
     "DoesNotFit": "osdp.errors",
+    "MovingAverage": "osdp.runtime.average",
     "OsdpError": "osdp.errors",
     "Plan": "osdp.planfile",
     "UsageError": "osdp.errors",

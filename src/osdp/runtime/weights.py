@@ -321,7 +321,7 @@ def save_pretrained(
     ranks.agree(lambda: None, begin)
     failed: OsdpError | None = None
     for name, held in targets.items():
-        whole = _gathered(*held, dtype)
+        whole = gathered(*held, dtype)
         if failed is not None:
             continue  # the other ranks gather with this one, whatever becomes of its file
         try:
@@ -353,7 +353,7 @@ def _written(model: nn.Module) -> tuple[dict[str, Held], dict[str, str]]:
     return {name: targets[name] for name in names}, names
 
 
-def _gathered(tensors: Sequence[Tensor], dim: int, dtype: torch.dtype | None) -> Tensor:
+def gathered(tensors: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """A parameter as it is in the plain model, on the CPU: a collective for each slice that is sharded."""
     found = []
     for tensor in tensors:
