@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import osdp
-from osdp.cli import devices, graph, models, plan, profile, train, tune, verify
+from osdp.cli import devices, export, graph, models, plan, profile, train, tune, verify
 from osdp.cli.parser import Parser
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 
@@ -34,6 +34,7 @@ examples:
   osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
   osdp graph plan.json                      what a step computes and sends
   osdp verify plan.json                     the plan beside the real runtime
+  osdp export plan.json --to fsdp2          the plan as plain FSDP2 code
   torchrun --nproc-per-node 8 -m osdp profile -o profile.toml
   torchrun --nproc-per-node 8 -m osdp train gpt2-xl --plan plan.json --data FILE
 
@@ -46,7 +47,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="osdp", description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"osdp {osdp.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (plan, verify, graph, profile, tune, train, models, devices):
+    for command in (plan, verify, graph, export, profile, tune, train, models, devices):
         command.add_to(commands)
     return parser
 
