@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from osdp.planfile import Plan
     from osdp.runtime.accumulate import accumulate
     from osdp.runtime.apply import parallelize
+    from osdp.runtime.average import MovingAverage
     from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
     from osdp.runtime.clip import clip_grad_norm_
     from osdp.runtime.initialize import initialize
+    from osdp.runtime.weights import load_pretrained, save_pretrained
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Cluster",
     "DoesNotFit",
+    "MovingAverage",
     "OsdpError",
     "Plan",
     "UsageError",
@@ -38,15 +41,18 @@ __all__ = [
     "clip_grad_norm_",
     "initialize",
     "load_checkpoint",
+    "load_pretrained",
     "parallelize",
     "plan",
     "save_checkpoint",
+    "save_pretrained",
     "start",
 ]
 
 _HOME = {
     "Cluster": "osdp.cluster",
     "DoesNotFit": "osdp.errors",
+    "MovingAverage": "osdp.runtime.average",
     "OsdpError": "osdp.errors",
     "Plan": "osdp.planfile",
     "UsageError": "osdp.errors",
@@ -55,9 +61,11 @@ _HOME = {
     "clip_grad_norm_": "osdp.runtime.clip",
     "initialize": "osdp.runtime.initialize",
     "load_checkpoint": "osdp.runtime.checkpoint",
+    "load_pretrained": "osdp.runtime.weights",
     "parallelize": "osdp.runtime.apply",
     "plan": "osdp.api",
     "save_checkpoint": "osdp.runtime.checkpoint",
+    "save_pretrained": "osdp.runtime.weights",
     "start": "osdp.accelerator",
 }
 

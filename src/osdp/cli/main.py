@@ -17,6 +17,7 @@ from osdp.cli import (
     diff,
     doctor,
     explain,
+    export,
     graph,
     models,
     plan,
@@ -34,7 +35,7 @@ from osdp.errors import DoesNotFit, OsdpError, UsageError
 
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 COMMANDS = (
-    *(plan, explain, diff, whatif, size, report, trace, graph, verify),
+    *(plan, explain, diff, whatif, size, report, trace, export, graph, verify),
     *(doctor, profile, tune, train, models, devices),
 )
 
@@ -56,6 +57,7 @@ examples:
   osdp report plan.json -o report.html      the plan in pictures
   osdp graph plan.json                      what a step computes and sends
   osdp verify plan.json                     the plan beside the real runtime
+  osdp export plan.json --to fsdp2          the plan as plain FSDP2 code
   torchrun --nproc-per-node 8 -m osdp doctor
   torchrun --nproc-per-node 8 -m osdp profile -o profile.toml
   torchrun --nproc-per-node 8 -m osdp train gpt2-xl --plan plan.json --data FILE

@@ -40,7 +40,9 @@ def checked(read: Callable[[str], T]) -> Callable[[str], T]:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="a name of `osdp models`, a config.json or its folder, package.module:function"
+        "model",
+        metavar="MODEL",
+        help="a name of `osdp models`, a config.json or its folder, ORG/NAME of the Hub, package.module:function",
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a model comes from: a preset, a Hugging Face config.json, or a function of the user's.
+"""Where a model comes from: a preset, a Hugging Face config.json or name, or a function of the user's.
 
 Importing this file imports neither torch nor transformers: listing the presets is immediate.
 """
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.errors import UsageError
 from osdp.files import read_json
 from osdp.model.beside import no_garbage_collection
+from osdp.model.hub import config_of, is_hub_id
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -116,7 +117,7 @@ def presets() -> Mapping[str, Preset]:
 
 
 def load_model(spec: str, *, seq_len: int | None = None) -> ModelSource:
-    """The model that `spec` names: a preset, a config.json or its folder, or `package.module:function`.
+    """The model that `spec` names: a preset, a config.json or its folder, ORG/NAME, or `package.module:function`.
 
     Raises:
         UsageError: the spec names nothing that can be built, or `seq_len` does not suit the model.
@@ -137,6 +138,8 @@ def _load(spec: str, seq_len: int | None) -> ModelSource:
         source = _from_hf(spec, fields, seq_len or preset.seq_len, preset.description)
         return replace(source, published_parameters=preset.parameters)
     path = Path(spec)
+    if is_hub_id(spec) and not _exists(path):
+        return replace(_from_hf_file(config_of(spec), seq_len), name=spec)
     if _exists(path) or spec.endswith(".json") or (os.sep in spec and ":" not in spec):
         return _from_hf_file(path, seq_len)
     if ":" in spec:
@@ -145,7 +148,7 @@ def _load(spec: str, seq_len: int | None) -> ModelSource:
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
         f"unknown model {spec[:200]!r}: {hint}`osdp models` lists the presets; "
-        "a path to a config.json and package.module:function are accepted too"
+        "a path to a config.json, ORG/NAME of the Hub and package.module:function are accepted too"
     )
 
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -138,7 +139,22 @@ def parallelize(
     model.register_forward_pre_hook(BatchWatch(plan).before_forward, with_kwargs=True)
     refuse_steps_of(before, model.parameters())
     setattr(model, _APPLIED, Applied(plan, tuple(pieces), template, recovery))
+    _say_what_to_use(model)
     return model
+
+
+def _say_what_to_use(model: nn.Module) -> None:
+    """What plain models are asked for and a sharded one cannot give, said with its remedy."""
+
+    def no_copy(memo: object) -> NoReturn:
+        raise UsageError("a model that runs a plan cannot be copied; for an average of its weights use osdp.MovingAverage")
+
+    def no_save(*args: object, **kwargs: object) -> NoReturn:
+        raise UsageError("a rank has only its shards; call osdp.save_pretrained(model, folder) on every rank instead")
+
+    model.__dict__["__deepcopy__"] = no_copy
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = no_save
 
 
 def precision_policy(plan: Plan) -> MixedPrecisionPolicy:

@@ -104,7 +104,7 @@ def save_checkpoint(
         _under_way.wait()
     if step < 0 or keep < 1:
         raise UsageError(f"step {step}, keep {keep}: a step is at least 0, and at least 1 checkpoint is kept")
-    ranks = _Ranks.all()
+    ranks = Ranks.all()
     writer = Writer(Path(folder), step, keep, ranks.rank)
 
     def plan_own() -> tuple[int, SavePlan]:
@@ -122,11 +122,11 @@ def save_checkpoint(
     return _under_way
 
 
-def _write(writer: Writer, plan: SavePlan, ranks: _Ranks) -> None:
+def _write(writer: Writer, plan: SavePlan, ranks: Ranks) -> None:
     _all_or_none(writer, ranks, lambda: writer.write_own(plan), writer.commit)
 
 
-def _all_or_none(writer: Writer, ranks: _Ranks, work: Callable[[], T], join: Callable[[list[T]], None]) -> None:
+def _all_or_none(writer: Writer, ranks: Ranks, work: Callable[[], T], join: Callable[[list[T]], None]) -> None:
     """A step of saving on every rank; if it fails on one, nothing of the checkpoint stays."""
     try:
         ranks.agree(work, lambda results: [join(results)] * ranks.size)
@@ -146,7 +146,7 @@ def load_checkpoint(
     """
     if _under_way is not None:
         _under_way.wait()
-    ranks, root = _Ranks.all(), Path(folder)
+    ranks, root = Ranks.all(), Path(folder)
     found = ranks.agree(lambda: None, lambda _: [find(root, step)] * ranks.size)
     if found is None:
         return None
@@ -174,7 +174,7 @@ def load_checkpoint(
     return Checkpoint(document["step"], document["extra"], path)
 
 
-class _Ranks:
+class Ranks:
     """The ranks that save or load together, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -182,10 +182,10 @@ class _Ranks:
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
     @staticmethod
-    def all() -> _Ranks:
+    def all() -> Ranks:
         if not dist.is_available() or not dist.is_initialized():
-            return _Ranks(None)
-        return _Ranks(_own_group())
+            return Ranks(None)
+        return Ranks(_own_group())
 
     def agree(self, work: Callable[[], T], join: Callable[[list[T]], Sequence[R]]) -> R:
         """Every rank works, rank 0 joins the results and answers each rank; the first error is raised on all."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
+_SCALARS = "_osdp_scalars"  # on a module: the keys of its parameters that had no dimension
+
 
 def give_scalars_a_dimension(model: nn.Module) -> None:
     """In place; a parameter that several modules share stays one."""
@@ -17,3 +19,13 @@ def give_scalars_a_dimension(model: nn.Module) -> None:
                 if parameter not in made:
                     made[parameter] = nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad)
                 module._parameters[key] = made[parameter]
+                setattr(module, _SCALARS, (*getattr(module, _SCALARS, ()), key))
+
+
+def scalar_names(model: nn.Module) -> set[str]:
+    """The parameters to which that was done, by name."""
+    return {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in getattr(module, _SCALARS, ())
+    }

@@ -1,0 +1,168 @@
+"""What is left of a plan where a target cannot express all of it, and what that costs by the same cost model.
+
+Nothing is searched anew: every unit gets the nearest that the target has. Where that needs more memory than there is,
+the micro-batch becomes smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from osdp.cost.graph import step_graph_of
+from osdp.model.graph import ModelGraph
+from osdp.planfile import (
+    FREE,
+    FREE_IN_NODE,
+    FREE_TO_NODE,
+    KEEP,
+    KEEP_IN_NODE,
+    REPLICATE,
+    Plan,
+    PlanUnit,
+)
+
+# Of each mode the nearest that holds no more memory between steps.
+NEAREST = {REPLICATE: KEEP, FREE_TO_NODE: FREE, KEEP_IN_NODE: KEEP, FREE_IN_NODE: FREE, KEEP: KEEP, FREE: FREE}
+
+
+@dataclass(frozen=True)
+class Degraded:
+    """A plan as a target runs it: what was lost, in sentences, and what is predicted of the rest."""
+
+    plan: Plan
+    lost: tuple[str, ...]
+    samples_per_second: float
+    peak_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        limit = self.plan.predicted.limit_bytes  # 0 in a plan that nobody priced
+        return limit == 0 or self.peak_bytes <= limit
+
+
+Change = Callable[[Plan], tuple[Plan, str | None]]
+
+
+def degraded(plan: Plan, graph: ModelGraph, changes: Sequence[Change]) -> Degraded:
+    """The plan after these changes, at the largest micro-batch up to its own that fits."""
+    lost = []
+    for change in changes:
+        plan, sentence = change(plan)
+        if sentence is not None:
+            lost.append(sentence)
+    found = _priced(plan, graph, lost)
+    low, high = 1, plan.batch_size  # of these, high does not fit
+    if not found.fits and high > 1:
+        best = _priced(replace(plan, batch_size=1), graph, lost)
+        while best.fits and high - low > 1:
+            middle = (low + high) // 2
+            tried = _priced(replace(plan, batch_size=middle), graph, lost)
+            low, high, best = (middle, high, tried) if tried.fits else (low, middle, best)
+        found = best
+        if best.fits:
+            sentence = f"without that the micro-batch of {plan.batch_size} does not fit: it is {best.plan.batch_size} here"
+            found = replace(best, lost=(*best.lost, sentence))
+    return found
+
+
+def _priced(plan: Plan, graph: ModelGraph, lost: Sequence[str]) -> Degraded:
+    step = step_graph_of(plan, graph)
+    return Degraded(plan, tuple(lost), plan.global_batch / step.time().total, step.timeline().peak_bytes)
+
+
+def _with(plan: Plan, units: Sequence[PlanUnit]) -> Plan:
+    return replace(plan, units=tuple(units))
+
+
+# ---- what may get lost
+
+
+def without_slices(plan: Plan) -> tuple[Plan, str | None]:
+    split = [unit for unit in plan.units if unit.splits > 1]
+    units = [replace(u, splits=1, sharded_splits=0 if u.mode == REPLICATE else 1) for u in plan.units]
+    said = f"{_units(len(split))} in slices ({_few(split)}): gathered whole" if split else None
+    return _with(plan, units), said
+
+
+def without_two_levels(plan: Plan) -> tuple[Plan, str | None]:
+    own = [unit for unit in plan.units if unit.two_levels]
+    said = f"collectives in two steps, through the node and across, of {_units(len(own))}" if own else None
+    return _with(plan, [replace(unit, two_levels=False) for unit in plan.units]), said
+
+
+def without_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
+    late = [unit for unit in plan.units if unit.reduce_once]
+    said = f"one reduction a step of {_units(len(late))}: every micro-batch is reduced" if late else None
+    return _with(plan, [replace(unit, reduce_once=False) for unit in plan.units]), said
+
+
+def all_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
+    if plan.accumulation == 1:
+        return plan, None
+    early = [unit for unit in plan.units if not unit.reduce_once]
+    said = f"a reduction in each micro-batch of {_units(len(early))}: whole gradients are held instead" if early else None
+    return _with(plan, [replace(unit, reduce_once=True) for unit in plan.units]), said
+
+
+def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
+    """One unit a block, freed where any part of it was."""
+    units: dict[str, PlanUnit] = {}
+    merged = 0
+    for unit in plan.units:
+        if unit.block is None:
+            units[unit.name] = unit
+        elif unit.block not in units:
+            units[unit.block] = replace(unit, name=unit.block, modules=(unit.block,))
+        else:
+            merged += 1
+            have = units[unit.block]
+            mode = have.mode if NEAREST[unit.mode] == NEAREST[have.mode] else FREE
+            once = have.reduce_once and unit.reduce_once
+            units[unit.block] = replace(have, mode=mode, reduce_once=once, parameters=have.parameters + unit.parameters)
+    said = f"{_units(merged)} within blocks: a block is gathered whole" if merged else None
+    return _with(plan, list(units.values())), said
+
+
+def keep_or_free(plan: Plan) -> tuple[Plan, str | None]:
+    others = [unit for unit in plan.units if NEAREST[unit.mode] != unit.mode]
+    names = sorted({f"{unit.mode} becomes {NEAREST[unit.mode]}" for unit in others})
+    said = f"the modes of {_units(len(others))} ({', '.join(names)})" if others else None
+    return _with(plan, [_held(unit, NEAREST[unit.mode]) for unit in plan.units]), said
+
+
+def recompute_all_or_none(plan: Plan) -> tuple[Plan, str | None]:
+    blocks = {unit.block: unit.recompute for unit in plan.units if unit.block is not None}
+    again = any(unit.recompute for unit in plan.units)
+    others = [block for block, own in blocks.items() if own != again]
+    said = f"recompute of single blocks: all {len(blocks)} are recomputed, {len(others)} more" if others else None
+    return _with(plan, [replace(unit, recompute=again) for unit in plan.units]), said
+
+
+def blocks_in(mode: str) -> Change:
+    """Every block in one mode, the rest as Accelerate holds it: what comes after the blocks kept, before them alike."""
+
+    def change(plan: Plan) -> tuple[Plan, str | None]:
+        first = next((i for i, unit in enumerate(plan.units) if unit.block is not None), len(plan.units))
+        units = [
+            _held(unit, mode if unit.block is not None or (index < first and len(unit.modules) == 1) else KEEP)
+            for index, unit in enumerate(plan.units)
+        ]
+        changed = sum(own.mode != before.mode for own, before in zip(units, plan.units, strict=True))
+        said = f"a mode for each unit: all blocks are held as {mode}; {_units(changed)} differ from the plan" if changed else None
+        return _with(plan, units), said
+
+    return change
+
+
+def _held(unit: PlanUnit, mode: str) -> PlanUnit:
+    return replace(unit, mode=mode, sharded_splits=0 if mode == REPLICATE else max(1, unit.sharded_splits))
+
+
+def _units(number: int) -> str:
+    return f"{number} unit" if number == 1 else f"{number} units"
+
+
+def _few(units: Sequence[PlanUnit]) -> str:
+    names = [unit.name for unit in units]
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")

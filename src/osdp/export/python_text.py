@@ -1,0 +1,246 @@
+"""A plan as a few lines of `fully_shard` that a person can read and paste."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from osdp.planfile import (
+    FREE,
+    FREE_IN_NODE,
+    FREE_TO_NODE,
+    IN_NODE,
+    KEEP,
+    KEEP_IN_NODE,
+    REPLICATE,
+    Plan,
+    backward_order,
+    unit_depths,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_HOW = {
+    REPLICATE: '"mesh": replicas, "reshard_after_forward": True',
+    KEEP: '"mesh": world, "reshard_after_forward": False',
+    FREE: '"mesh": world, "reshard_after_forward": True',
+    FREE_TO_NODE: '"mesh": world, "reshard_after_forward": {per_node}',
+    KEEP_IN_NODE: '"mesh": nodes, "reshard_after_forward": False',
+    FREE_IN_NODE: '"mesh": nodes, "reshard_after_forward": True',
+}
+_MESHES = {
+    "world": "init_device_mesh(device_type, ({ranks},))",
+    "nodes": 'init_device_mesh(device_type, ({nodes}, {per_node}), mesh_dim_names=("across", "node"))',
+    "replicas": 'init_device_mesh(device_type, ({ranks}, 1), mesh_dim_names=("replicas", "alone"))',
+}
+
+_BODY = '''
+import functools
+import itertools
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+BATCH_SIZE, ACCUMULATION = {batch}, {accumulation}  # micro-batch of a device, micro-batches of a step
+
+# Units in the order of forward, each with the modules that are gathered together and how they are held.
+UNITS = [
+{units}
+]
+SHARDED_FIRST = {sharded_first}  # deeper units first; the others in their order
+BACKWARD = {backward}
+RECOMPUTED = [{recomputed}]
+REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
+
+
+def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Module:
+    """Shards the model in place; make the optimizer after it."""
+{meshes}
+    how = {{
+{how}
+    }}
+    policy = MixedPrecisionPolicy({policy})
+    for name in RECOMPUTED:
+        block = model.get_submodule(name)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    for index in SHARDED_FIRST:
+        names, mode = UNITS[index]
+        modules = [model.get_submodule(name) for name in names]
+        fully_shard(modules if len(modules) > 1 else modules[0], **how[mode], mp_policy=policy)
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=world, reshard_after_forward=False, mp_policy=policy)
+    # Every unit gathers the next one while it computes, in both directions.
+    units = [model.get_submodule(names[0]) for names, _ in UNITS]
+    for now, following in itertools.pairwise(units):
+        now.set_modules_to_forward_prefetch([following])
+    for now, following in itertools.pairwise(units[index] for index in BACKWARD):
+        now.set_modules_to_backward_prefetch([following])
+    return model
+
+
+def reduce(model: nn.Module, *, last: bool) -> None:
+    """Call it before each micro-batch of a step."""
+    for index in REDUCED_ONCE:
+        model.get_submodule(UNITS[index][0][0]).set_requires_gradient_sync(last, recurse=False)
+'''
+
+
+def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
+    ranks, nodes, per_node = plan.cluster.world_size, plan.cluster.nodes, plan.cluster.devices_per_node
+    units = [
+        (unit.modules, REPLICATE if per_node == 1 and unit.mode in IN_NODE else unit.mode, unit) for unit in plan.units
+    ]
+    modes = list(dict.fromkeys(mode for _, mode, _ in units))
+    sizes = {"ranks": ranks, "nodes": nodes, "per_node": per_node}
+    how = {mode: _HOW[mode].format(**sizes) for mode in modes}
+    used = {"world", *(_mesh_of(mode) for mode in modes)}
+    depth = unit_depths(plan.units)
+    order = sorted(range(len(plan.units)), key=lambda index: -depth[plan.units[index].name])
+    at = {unit.name: index for index, unit in enumerate(plan.units)}
+    blocks = dict.fromkeys(unit.block for unit in plan.units if unit.recompute and unit.block)
+    once = [index for index, unit in enumerate(plan.units) if unit.reduce_once]
+    body = _BODY.format(
+        batch=plan.batch_size,
+        accumulation=plan.accumulation,
+        units="\n".join(_unit_lines([(modules, mode) for modules, mode, _ in units])),
+        sharded_first=_numbers(order),
+        backward=_numbers([at[unit.name] for unit in backward_order(plan.units)]),
+        recomputed=", ".join(_names(list(blocks))),
+        once=_numbers(once),
+        device_type="cpu" if plan.cluster.device.name == "CPU" else "cuda",
+        meshes="\n".join(f"    {name} = {text.format(**sizes)}" for name, text in _MESHES.items() if name in used),
+        how="\n".join(f'        "{mode}": {{{text}}},' for mode, text in how.items()),
+        policy=_policy(plan),
+    )
+    return head + "\n" + body.lstrip("\n")
+
+
+def _policy(plan: Plan) -> str:
+    param = "param_dtype=torch.bfloat16, " if plan.precision == "bf16" else ""
+    reduce = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[plan.reduce_dtype]
+    return f"{param}reduce_dtype={reduce}"
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+def template(name: str) -> tuple[str, int] | None:
+    """A name with its first number left out, and the number."""
+    found = _NUMBER.search(name)
+    return None if found is None else (name[: found.start()] + "{i}" + name[found.end() :], int(found[0]))
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """A list of numbers as a person would write it: ranges where they are long."""
+    parts = []
+    for step, run in _runs(numbers):
+        by = "" if step == 1 else f", {step}"
+        parts.append(f"*range({run[0]}, {run[-1] + step}{by})" if len(run) > 2 else ", ".join(map(str, run)))
+    return "[" + ", ".join(parts) + "]"
+
+
+def _over(numbers: Sequence[int]) -> str:
+    """What a loop over numbers goes through: one range without brackets."""
+    text = _numbers(numbers)
+    return text[2:-1] if text.startswith("[*range(") and text.count("(") == 1 and text.endswith(")]") else text
+
+
+def _runs(numbers: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
+    run: list[int] = []
+    step = 0
+    for number in numbers:
+        if len(run) == 1 and number - run[0] in (1, -1):
+            step = number - run[0]
+        if run and (step == 0 or number - run[-1] != step):
+            yield step, run
+            run, step = [], 0
+        run.append(number)
+    if run:
+        yield step, run
+
+
+def _unit_lines(units: Sequence[tuple[tuple[str, ...], str]]) -> list[str]:
+    """A line for each unit; blocks in a row that are held alike share one."""
+
+    def key(item: tuple[tuple[str, ...], str]) -> object:
+        modules, mode = item
+        found = template(modules[0]) if len(modules) == 1 else None
+        return (found[0], mode) if found else (modules, mode)
+
+    lines = []
+    for _, group in itertools.groupby(units, key=key):
+        found = list(group)
+        modules, mode = found[0]
+        first = template(modules[0])
+        if len(found) > 1 and first is not None:
+            numbers = [number for names, _ in found for _, number in [template(names[0]) or ("", 0)]]
+            lines.append(f'    *[([f"{first[0]}"], "{mode}") for i in {_over(numbers)}],')
+        else:
+            lines.append(f'    ([{", ".join(repr(name).replace(chr(39), chr(34)) for name in modules)}], "{mode}"),')
+    return lines
+
+
+def _names(names: Sequence[str]) -> list[str]:
+    parts = []
+    for _, group in itertools.groupby(names, key=lambda name: (template(name) or (name,))[0]):
+        found = list(group)
+        first = template(found[0])
+        if len(found) > 2 and first is not None:
+            numbers = [number for name in found for _, number in [template(name) or ("", 0)]]
+            parts.append(f'*[f"{first[0]}" for i in {_over(numbers)}]')
+        else:
+            parts += [f'"{name}"' for name in found]
+    return parts
+
+
+_LIGHTNING = '''
+
+class ParallelMixin:
+    """Put it before LightningModule: `class Mine(ParallelMixin, LightningModule)`, with the network as `self.model`.
+
+    Train it with `Trainer(strategy=ModelParallelStrategy(data_parallel_size={ranks}, tensor_parallel_size=1))`.
+    """
+
+    def configure_model(self) -> None:
+        if not isinstance(self.model, FSDPModule):
+            parallelize(self.model, self.device_mesh.device_type)
+'''
+
+
+def lightning_text(plan: Plan, head: str, model: nn.Module) -> str:
+    meshes = {_mesh_of(unit.mode) for unit in plan.units}
+    if len(meshes) > 1:
+        head += (
+            "\n# gradient_clip_val fails in Lightning where units lie on several meshes, as here: clip with"
+            "\n# osdp.clip_grad_norm_, or use osdp.integrations.lightning.PlanMixin."
+        )
+    return fsdp2_text(plan, head, model) + _LIGHTNING.format(ranks=plan.cluster.world_size)
+
+
+def _mesh_of(mode: str) -> str:
+    return "replicas" if mode == REPLICATE else "nodes" if mode in IN_NODE else "world"
+
+
+_TORCHTITAN = '''
+
+def parallelize_fn(model: nn.Module, parallel_dims, job_config) -> nn.Module:
+    """What torchtitan calls: give it to the model's `TrainSpec(parallelize_fn=...)`.
+
+    Set activation_checkpoint.mode = "none" and training.local_batch_size = BATCH_SIZE: both are the plan's.
+    """
+    if parallel_dims.world_size != {ranks} or parallel_dims.tp > 1 or parallel_dims.pp > 1 or parallel_dims.cp > 1:
+        raise ValueError("the plan is for {ranks} ranks of data parallelism and nothing else")
+    from torchtitan.tools.utils import device_type
+
+    return parallelize(model, device_type)
+'''
+
+
+def torchtitan_text(plan: Plan, head: str, model: nn.Module) -> str:
+    return fsdp2_text(plan, head, model) + _TORCHTITAN.format(ranks=plan.cluster.world_size)

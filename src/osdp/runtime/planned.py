@@ -1,0 +1,66 @@
+"""What frameworks ask of a model that runs a plan: whether it does, and to put off its reductions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from osdp._torch.fsdp import FSDPModule
+from osdp.errors import UsageError
+from osdp.runtime.apply import applied_to
+from osdp.runtime.split import held_parameters
+from osdp.runtime.weights import gathered
+
+
+def runs_a_plan(model: object) -> bool:
+    if not isinstance(model, nn.Module):
+        return False
+    try:
+        applied_to(model)
+    except UsageError:
+        return False
+    return True
+
+
+def own_optimizer(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer | None:
+    """The optimizer that has the model's parameters, without what a framework put around it."""
+    own = set(model.parameters())
+    for optimizer in optimizers:
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer  # type: ignore[union-attr]
+        if any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+            return optimizer
+    return None
+
+
+@contextlib.contextmanager
+def reduced_later(model: nn.Module) -> Iterator[None]:
+    """Within it, units that the plan reduces once a step keep their gradients: this is not the last micro-batch."""
+    late = [piece.modules[0] for piece in applied_to(model).pieces if piece.unit.reduce_once]
+    for module in late:
+        assert isinstance(module, FSDPModule)
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in late:
+            assert isinstance(module, FSDPModule)
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+@torch.no_grad()
+def whole_state_dict(model: nn.Module, *, on_this_rank: bool) -> dict[str, Tensor]:
+    """The plain model's state dict on the CPU of the ranks that want it; a collective that all ranks join."""
+    found = {}
+    for name, held in held_parameters(model).items():
+        whole = gathered(*held)
+        if on_this_rank:
+            found[name] = whole
+    if on_this_rank:
+        plain = {name: buffer.cpu() for name, buffer in model.state_dict().items() if name in dict(model.named_buffers())}
+        found |= plain
+    return found
