@@ -1,0 +1,2 @@
+def show(*a): return 0
+def write_page(*a): pass
