@@ -43,6 +43,10 @@ class Cell:
         return asdict(self)
 
     @property
+    def sample_tokens(self) -> int:
+        return self.shape.length * (2 if self.shape.kind == "encoder-decoder" else 1)
+
+    @property
     def link_bytes_per_second(self) -> float:
         """Of a host, one way; where there is one host, nothing limits it."""
         return math.inf if self.hosts == 1 else bits_per_second(self.across) / 8

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from .job import BETAS, LR, Job, NotHere, Replica, adamw, fill, on_meta, whole
@@ -24,15 +25,14 @@ def alone(job: Job) -> Replica:
 
 def ddp(job: Job) -> Replica:
     model = whole(job)
-    wrapped = replicated(model, job.switches)
+    wrapped = _replicated(model, job.switches)
     return Replica(wrapped, adamw(model.parameters()), dist.get_rank(), dist.get_world_size(), job.batch)
 
 
-def replicated(model: torch.nn.Module, switches: Any, group: Any = None) -> DistributedDataParallel:
+def _replicated(model: torch.nn.Module, switches: Mapping[str, Any]) -> DistributedDataParallel:
     """Weights are equal on all ranks already, so none are sent; gradients are views of the buckets."""
     return DistributedDataParallel(
         model,
-        process_group=group,
         bucket_cap_mb=switches.get("bucket_mb", 25),
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
@@ -41,8 +41,10 @@ def replicated(model: torch.nn.Module, switches: Any, group: Any = None) -> Dist
 
 
 def zero1(job: Job) -> Replica:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of torch's own deprecations
+
     model = whole(job)
-    wrapped = replicated(model, job.switches)
+    wrapped = _replicated(model, job.switches)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = ZeroRedundancyOptimizer(
         trained, optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, betas=BETAS, fused=True
@@ -61,8 +63,12 @@ def fsdp2(job: Job) -> Replica:
 def hsdp(job: Job) -> Replica:
     if 1 in (job.hosts, job.ranks_per_host):
         raise NotHere("needs several hosts of several ranks")
-    mesh = init_device_mesh("cpu", (job.hosts, job.ranks_per_host), mesh_dim_names=("across", "node"))
-    return _sharded(job, mesh, reshard=job.switches.get("reshard", True))
+    return _sharded(job, _two_levels(job.hosts, job.ranks_per_host), reshard=job.switches.get("reshard", True))
+
+
+@functools.cache
+def _two_levels(hosts: int, ranks_per_host: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (hosts, ranks_per_host), mesh_dim_names=("across", "node"))
 
 
 def _sharded(job: Job, mesh: DeviceMesh | None, *, reshard: bool) -> Replica:
@@ -74,8 +80,8 @@ def _sharded(job: Job, mesh: DeviceMesh | None, *, reshard: bool) -> Replica:
 
 
 def shard(model: Model, mesh: DeviceMesh | None, *, reshard: bool, prefetch: bool = False) -> None:
-    """Every block is a unit, as the documentation advises; the rest is one of its own."""
-    blocks = [block for block in model.blocks if block is not None]
+    """Every block is a unit, as the documentation advises, and so are embedding and head."""
+    blocks = [block for block in (model.embed, *model.blocks, model.head) if block is not None]
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)

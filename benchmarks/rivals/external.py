@@ -37,16 +37,26 @@ def deepspeed_zero(stage: int, job: Job) -> Trainer:
         raise NotHere("is not installed") from None
     # Its shared memory takes all ranks for one host's, and would pass the bytes around the links between hosts.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model = whole(job)
+    bucket = max(1 << 16, sum(parameter.numel() for parameter in model.parameters()) // 8)  # it allocates them whole
     config = {
         "train_micro_batch_size_per_gpu": job.batch,
         "gradient_accumulation_steps": 1,
         "communication_data_type": "fp32",
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # 1.0 by default, which no other way does
-        "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": 2 * bucket,
+            "stage3_max_reuse_distance": 2 * bucket,
+        },
         "steps_per_print": 10**9,
     }
-    model = whole(job)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, foreach=True)
     deepspeed.logger.setLevel("ERROR")

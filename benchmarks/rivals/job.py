@@ -92,7 +92,9 @@ def fill(model: nn.Module) -> None:
             norm = isinstance(module, nn.LayerNorm | nn.RMSNorm)
             full = values(f"{place}.{key}", parameter.shape, norm=norm)
             if isinstance(parameter, DTensor):
-                parameter.copy_(distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None))
+                parameter.copy_(
+                    distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                )
             else:
                 parameter.copy_(full)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MOST_REFINED = 4  # further tries around the largest batch that fits
+MOST_REFINED = 7  # further tries around the largest batch that fits
+STRIDE = 4  # a try is at most so many times larger than the last that fitted: small batches may not show the slope
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,14 @@ def climb(try_batch: Callable[[int], Attempt], *, limit_bytes: int, most: int, r
     return list(tried.values())
 
 
-def _refine(
-    tried: dict[int, Attempt], fits: Callable[[int], bool], largest: int, limit_bytes: int, most: int
-) -> None:
+def _refine(tried: dict[int, Attempt], fits: Callable[[int], bool], largest: int, limit_bytes: int, most: int) -> None:
     """Tries the batch at which the limit is expected, and corrects by what is found there."""
     for _ in range(MOST_REFINED):
         below = max(batch for batch, attempt in tried.items() if attempt.peak_bytes <= limit_bytes)
         above = min((batch for batch, attempt in tried.items() if attempt.peak_bytes > limit_bytes), default=most + 1)
         if below + 1 >= above:
             return
-        batch = min(max(largest, below + 1), above - 1)
+        batch = min(max(largest, below + 1), above - 1, STRIDE * below)
         before = tried[below]
         if fits(batch) and batch == largest == min(most, _predicted(before, tried[batch], limit_bytes)):
             return
@@ -68,7 +67,7 @@ def _predicted(one: Attempt, other: Attempt, limit_bytes: int) -> int:
     """The largest batch on the line through two attempts that is within the limit."""
     slope = (other.peak_bytes - one.peak_bytes) / (other.batch - one.batch)
     if slope <= 0:
-        return 2 * max(one.batch, other.batch)
+        return STRIDE * max(one.batch, other.batch)
     return max(1, int(one.batch + (limit_bytes - one.peak_bytes) / slope))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from .data_parallel import replicated, shard
+from .data_parallel import shard
 from .job import Job, NotHere, Replica, Trainer, adamw, fill, on_meta
 from .models import Embed, LoRA, Model, loss_of
 
@@ -33,11 +34,20 @@ class Layout:
     schedule: str = "1F1B"
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (self.pipeline, self.data, self.tensor), mesh_dim_names=("pp", "dp", "tp"))
+        """Made once: every process group has threads of its own."""
+        return _mesh(self.pipeline, self.data, self.tensor)
+
+
+@functools.cache
+def _mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
 
 
 def train(job: Job, layout: Layout) -> Trainer:
-    """A model in this layout; data parallelism is DDP's or FSDP2's, as the switch `data` says."""
+    """A model in this layout; its data parallelism is FSDP2's, which keeps or frees, as the switch `data` says.
+
+    DDP cannot: it does not mix with DTensors, and under a pipeline with recompute its buckets count parameters twice.
+    """
     if layout.pipeline * layout.data * layout.tensor != job.ranks:
         raise NotHere(f"needs {layout.pipeline * layout.data * layout.tensor} ranks, there are {job.ranks}")
     heads = min(job.shape.widths) // job.shape.head_width
@@ -47,22 +57,18 @@ def train(job: Job, layout: Layout) -> Trainer:
     if layout.pipeline > 1:
         return _pipeline(job, layout, mesh)
     model = on_meta(job)
-    run = _parallelized(model, job, layout, mesh)
-    return Replica(run, adamw(model.parameters()), mesh.get_local_rank("dp"), layout.data, job.batch)
+    _parallelized(model, job, layout, mesh)
+    return Replica(model, adamw(model.parameters()), mesh.get_local_rank("dp"), layout.data, job.batch)
 
 
-def _parallelized(model: Model, job: Job, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+def _parallelized(model: Model, job: Job, layout: Layout, mesh: DeviceMesh) -> None:
     """Products over `tp`, then the rest over `dp`, then weights."""
     if layout.tensor > 1:
         tensor_parallel(model, mesh["tp"])
-    how = job.switches.get("data", "ddp")
-    if layout.data > 1 and how != "ddp":
-        shard(model, mesh["dp"], reshard=how == "free")
+    if layout.data > 1:
+        shard(model, mesh["dp"], reshard=job.switches.get("data") == "free")
     model.to_empty(device="cpu")
     fill(model)
-    if layout.data > 1 and how == "ddp":
-        return replicated(model, job.switches, mesh["dp"].get_group())
-    return model
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
@@ -130,9 +136,9 @@ def _pipeline(job: Job, layout: Layout, mesh: DeviceMesh) -> Trainer:
     stages, models = [], []
     for number in range(own, count, layout.pipeline):
         model = _stage(job, number, count)
-        module = _parallelized(model, job, layout, mesh)
+        _parallelized(model, job, layout, mesh)
         group = mesh["pp"].get_group()
-        stages.append(PipelineStage(module, number, count, torch.device("cpu"), group=group))
+        stages.append(PipelineStage(model, number, count, torch.device("cpu"), group=group))
         models.append(model)
     kind = SCHEDULES[layout.schedule]
     schedule = kind(stages if each > 1 else stages[0], n_microbatches=micro, loss_fn=loss_of)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Plans of osdp on its own engine: its choice, the paper's space, and the plain ways, so that engine and plan differ."""
+"""Plans of osdp on its own engine: its choice, the paper's space, and plain ways, to tell engine from plan."""
 
 from __future__ import annotations
 

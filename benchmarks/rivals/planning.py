@@ -49,9 +49,7 @@ class Planner:
     def best(self, rules: Rules, limit_bytes: int) -> Plan:
         """The planner's choice, batch and all; raises DoesNotFit on all ranks."""
         cluster = self.within(limit_bytes)
-        return by_rank_0(
-            lambda: plan_graph(self.graph, cluster, self.training, rules, search_seconds=SEARCH_SECONDS)
-        )
+        return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, search_seconds=SEARCH_SECONDS))
 
     def freed(self, batch: int, recompute: str) -> Plan:
         """FSDP2's plan at a batch size."""

@@ -30,7 +30,6 @@ class Rival:
 
 _BUCKETS = {"bucket_mb": 2}
 _MICRO = ({"micro_batches": 4}, {"micro_batches": 1})
-_DATA = {"data": "keep"}, {"data": "free"}
 
 
 def rivals_for(hosts: int, ranks_per_host: int) -> tuple[Rival, ...]:
@@ -48,7 +47,7 @@ def rivals_for(hosts: int, ranks_per_host: int) -> tuple[Rival, ...]:
             for schedule in ("GPipe", "1F1B", "interleaved")
         ),
         _layout("TP × DP", Layout(1, ranks // 2, 2), {"data": "free"}, ({"data": "keep"},)),
-        _layout("PP × DP", Layout(2, ranks // 2, 1), {"data": "ddp"}, (*_DATA, {"data": "ddp", "micro_batches": 4})),
+        _layout("PP × DP", Layout(2, ranks // 2, 1), {"data": "keep"}, ({"data": "free"}, *_MICRO)),
     ]
     if ranks >= 8:
         found.append(_layout("3D", Layout(2, ranks // 4, 2), {"data": "keep"}, ({"data": "free"},)))

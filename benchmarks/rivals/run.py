@@ -76,7 +76,13 @@ class Record:
     def _start(self, limits: Limits, without: list[str], seconds: float) -> str | None:
         """Runs it; gives why it failed, None where it did not."""
         cell = self.cell
-        command = [sys.executable, "-m", f"benchmarks.rivals.{_WORKERS[self.what]}", "--cell", json.dumps(cell.to_dict())]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.rivals.{_WORKERS[self.what]}",
+            "--cell",
+            json.dumps(cell.to_dict()),
+        ]
         command += ["--rounds", str(limits.rounds), "--profile-seconds", str(limits.profile_seconds)]
         command += ["--without", json.dumps(without), *(["--rungs"] if limits.rungs else [])]
         try:

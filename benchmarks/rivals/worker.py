@@ -162,9 +162,7 @@ def _plan(
 
 
 def _engine(planner: Planner) -> Rival:
-    return Rival(
-        ENGINE, lambda job: planned(job, planner.freed(job.batch, job.recompute)), {}, recomputes=(NONE, FULL)
-    )
+    return Rival(ENGINE, lambda job: planned(job, planner.freed(job.batch, job.recompute)), {}, recomputes=(NONE, FULL))
 
 
 def _compete(
