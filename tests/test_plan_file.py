@@ -59,7 +59,7 @@ def _changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", [0, 1, PLAN_VERSION + 1, str(PLAN_VERSION), float(PLAN_VERSION), True, None])
 def test_other_versions_are_refused(plan: Plan, version: object) -> None:
-    with pytest.raises(UsageError, match=r"version .* reads version 2; plan again with osdp plan"):
+    with pytest.raises(UsageError, match=r"version .* reads version 3; plan again with osdp plan"):
         Plan.from_dict(_changed(plan.to_dict(), "version", version))
 
 

@@ -18,7 +18,7 @@ from osdp.cluster import Cluster
 from osdp.errors import UsageError
 from osdp.files import convert, plain, read_json, write_json
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
 MOST_TOKENS = 1 << 24  # of a sample
 MOST_SPLITS = 16
@@ -145,7 +145,11 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan; `batch_size` is the micro-batch of one device, `accumulation` how many of them make a step."""
+    """A plan; `batch_size` is the micro-batch of one device, `accumulation` how many of them make a step.
+
+    With `compiled`, each block is compiled by torch.compile: then a block is one unit. With `loss_chunks` above 1, the
+    language head and its loss are computed in so many chunks of the sequence; see osdp.losses.
+    """
 
     version: int
     model: PlanModel
@@ -159,6 +163,13 @@ class Plan:
     certificate: Certificate
     baselines: tuple[Baseline, ...]
     units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1)]
+    compiled: bool = False
+    loss_chunks: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+    @property
+    def blocks(self) -> list[str]:
+        """The blocks that some unit is in."""
+        return sorted({unit.block for unit in self.units if unit.block})
 
     @property
     def global_batch(self) -> int:
