@@ -6,7 +6,8 @@ Logits of N tokens over a vocabulary of V take N V numbers, in fp32, and so do t
 its part of the loss, Σ (log Σ exp l − l_target), and at once its gradient, softmax(l) − onehot(target), from which
 follow this chunk's gradient of h and its share of W's. Then the logits are gone. What is kept for backward is the
 gradient of h, as large as h, and that of W, in fp32 where W has 16 bits, as shares are added up. The products are those
-of the usual loss: nothing is computed twice. Backward multiplies by what it is given, over the number of tokens.
+of the usual loss: nothing is computed twice.
+Backward multiplies by the gradient that it is given.
 """
 
 from __future__ import annotations
@@ -52,48 +53,50 @@ class _Chunked(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        weights = (targets != ignored) / (targets != ignored).sum()  # of each token in the mean
         for place in _places(targets, chunks):
-            part, target = hidden[place].flatten(0, -2), targets[place].flatten()
-            gradient, loss = _chunk(part, weight, target, ignored, wants_gradient=of_hidden is not None)
+            part, target, own = hidden[place].flatten(0, -2), targets[place].flatten(), weights[place].flatten()
+            gradient, loss = _chunk(part, weight, target, own, wants_gradient=any(ctx.needs_input_grad))
             total += loss
             if of_hidden is not None:
                 of_hidden[place] = (gradient @ weight).view_as(of_hidden[place])
             if of_weight is not None:
                 of_weight += gradient.T @ part
             del gradient  # before the next chunk's logits are made
-        count = (targets != ignored).sum()
-        ctx.save_for_backward(of_hidden, of_weight, count)
+        ctx.save_for_backward(of_hidden, of_weight)
         ctx.weight_dtype = weight.dtype
-        return total / count
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(  # type: ignore[bad-override]
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        of_hidden, of_weight, count = ctx.saved_tensors
-        scale = gradient / count
+        of_hidden, of_weight = ctx.saved_tensors
         return (
-            None if of_hidden is None else of_hidden * scale,  # a number: it is not rounded to 16 bits
-            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
+            None if of_hidden is None else of_hidden * gradient,
+            None if of_weight is None else (of_weight * gradient).to(ctx.weight_dtype),
             *(None, None, None),
         )
 
 
 def _chunk(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignored: int, *, wants_gradient: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, *, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the summed loss by a chunk's logits, in the dtype of the hidden states, and that sum."""
+    """The gradient of a chunk's part of the mean by its logits, in the dtype of the hidden states, and that part.
+
+    `weights` are those of the tokens in the mean, 0 where a target is ignored.
+    """
     logits = F.linear(hidden, weight).float()
-    is_counted = (targets != ignored).unsqueeze(1)
-    own = torch.where(is_counted, targets.unsqueeze(1), 0)
+    weights = weights.unsqueeze(1)
+    own = torch.where(weights > 0, targets.unsqueeze(1), 0)
     most = logits.logsumexp(1, keepdim=True)
-    loss = ((most - logits.gather(1, own)) * is_counted).sum()
+    loss = ((most - logits.gather(1, own)) * weights).sum()
     if not wants_gradient:
         return logits, loss
     softmax = logits.sub_(most).exp_()
     softmax.scatter_add_(1, own, torch.full_like(most, -1.0))
-    return softmax.mul_(is_counted).to(hidden.dtype), loss
+    return softmax.mul_(weights).to(hidden.dtype), loss
 
 
 def _places(targets: Tensor, chunks: int) -> Iterator[Any]:
