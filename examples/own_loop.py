@@ -17,8 +17,7 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 with torch.device("meta"):
     model = GPT(GPTConfig(vocab_size=256, positions=64, layers=(4,), widths=(128,)))
 example = torch.zeros(1, 64, dtype=torch.long)
-precision = "fp32" if device.type == "cpu" else "bf16"
-plan = osdp.plan(model, (example, example), precision=precision, global_batch=4 * ranks)  # for the ranks that run
+plan = osdp.plan(model, (example, example), precision="fp32", global_batch=4 * ranks)  # for the ranks that run
 osdp.parallelize(model, plan)
 osdp.initialize(model, seed=0)
 torch.manual_seed(0)  # all ranks draw alike, and each takes its own part

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from osdp.api import plan
     from osdp.cluster import Cluster
     from osdp.errors import DoesNotFit, OsdpError, UsageError
+    from osdp.losses import chunked_cross_entropy
     from osdp.model.capture import capture
     from osdp.planfile import Plan
     from osdp.runtime.accumulate import accumulate
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "capture",
+    "chunked_cross_entropy",
     "clip_grad_norm_",
     "initialize",
     "load_checkpoint",
@@ -58,6 +60,7 @@ _HOME = {
     "UsageError": "osdp.errors",
     "accumulate": "osdp.runtime.accumulate",
     "capture": "osdp.model.capture",
+    "chunked_cross_entropy": "osdp.losses",
     "clip_grad_norm_": "osdp.runtime.clip",
     "initialize": "osdp.runtime.initialize",
     "load_checkpoint": "osdp.runtime.checkpoint",

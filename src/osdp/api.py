@@ -13,7 +13,7 @@ from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
-from osdp.cost.units import Option
+from osdp.cost.units import WHOLE, Option
 from osdp.errors import DoesNotFit, UsageError
 from osdp.fit import Measured, nothing_fits
 from osdp.model.graph import ModelGraph
@@ -69,6 +69,8 @@ def plan(
     modes: Iterable[str] | None = None,
     split: bool = True,
     recompute: bool = True,
+    compiled: bool = False,
+    loss_chunks: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
     name: str | None = None,
     seq_len: int | None = None,
@@ -80,17 +82,24 @@ def plan(
     `cluster` is one, a word such as 8xA100-80GB or a file; without it the ranks that run are planned for.
     `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
     micro-batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
-    devices. `pin` holds units to modes by name
-    pattern, `modes` restricts all. With `verify` the peak is that of a dry run: where it differs from the prediction,
-    the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak and what
-    would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
+    devices. `pin` holds units to modes by name pattern, `modes` restricts all. With `compiled`, `osdp.parallelize`
+    compiles every block, which is one unit then. With `loss_chunks`, the model computes its loss in so many chunks from
+    now on; see `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from the
+    prediction, the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak
+    and what would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
     from osdp.runtime.agree import by_rank_0
 
-    training = Training.of(precision, optimizer, reduce_dtype)
+    training = Training.of(precision, optimizer, reduce_dtype, compiled=compiled, loss_chunks=loss_chunks)
     report = progress or (lambda _: None)
     rules = Rules(modes=tuple(modes or MODES), split=split, recompute=recompute, pins=read_pins(pin) or None)
+    if loss_chunks > 1:
+        from osdp.losses import chunk_loss
+
+        chunk_loss(model, loss_chunks)
+    if compiled:
+        rules = replace(rules, granularities=(WHOLE,))
     devices = resolve(cluster, memory)
     batching = Batching(batch, accumulation, global_batch)
 
@@ -206,6 +215,8 @@ def plan_graph(
         certificate=_certificate(found, cluster, space.num_options),
         baselines=tuple(way.baseline for way in ways),
         units=plan_units(layout, options),
+        compiled=training.compiled,
+        loss_chunks=training.loss_chunks,
     )
 
 

@@ -51,6 +51,9 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             owners[module] = unit.name
         if unit.block is not None and recompute.setdefault(unit.block, unit.recompute) != unit.recompute:
             yield f"block {unit.block!r} is recomputed in some of its units but not in all, as in {unit.name!r}"
+    for unit in plan.units if plan.compiled else ():
+        if unit.block is not None and unit.name != unit.block:
+            yield f"unit {unit.name!r} is a part of block {unit.block!r}, which the plan compiles as a whole"
     planned = sum(unit.parameters for unit in plan.units) + sum(plan.model.uncalled.values())
     if planned != plan.model.parameters:
         yield f"the plan's units hold {planned:,} parameters, but its model has {plan.model.parameters:,}"

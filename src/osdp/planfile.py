@@ -150,7 +150,11 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan; `batch_size` is the micro-batch of one device, `accumulation` how many of them make a step."""
+    """A plan; `batch_size` is the micro-batch of one device, `accumulation` how many of them make a step.
+
+    With `compiled`, each block is compiled by torch.compile: then a block is one unit. With `loss_chunks` above 1, the
+    language head and its loss are computed in so many chunks of the sequence; see osdp.losses.
+    """
 
     version: int
     model: PlanModel
@@ -164,6 +168,13 @@ class Plan:
     certificate: Certificate
     baselines: tuple[Baseline, ...]
     units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1)]
+    compiled: bool = False
+    loss_chunks: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+    @property
+    def blocks(self) -> list[str]:
+        """The blocks that some unit is in."""
+        return sorted({unit.block for unit in self.units if unit.block})
 
     @property
     def global_batch(self) -> int:

@@ -88,6 +88,16 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="its states count (default: %(default)s)"
     )
     group.add_argument(
+        "--compiled", action="store_true", help="run each block as torch.compile makes it; a block is one unit then"
+    )
+    group.add_argument(
+        "--loss-chunks",
+        metavar="N",
+        type=chunks,
+        default=1,
+        help="compute a language head's loss in N chunks, without its whole logits (default: %(default)s)",
+    )
+    group.add_argument(
         "--batch", metavar="B", type=samples, help="samples of one device at a time (default: the best that fits)"
     )
     group.add_argument(
@@ -144,6 +154,14 @@ def read_pin(text: str) -> tuple[str, str]:
 
 
 @checked
+def chunks(text: str) -> int:
+    number = samples(text)
+    if number > 1024:
+        raise UsageError(f"{number} chunks are too many; give 1 to 1024")
+    return number
+
+
+@checked
 def read_modes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_known_mode(mode.strip()) for mode in text.split(",")))
 
@@ -196,6 +214,8 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             modes=arguments.modes,
             split=not arguments.no_split,
             recompute=not arguments.no_recompute,
+            compiled=arguments.compiled,
+            loss_chunks=arguments.loss_chunks,
             loss=source.loss,
             name=arguments.model,  # what was asked for, so that `osdp graph` finds the model again
             seq_len=source.seq_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from osdp.cost.training import PRECISIONS
@@ -30,6 +31,11 @@ def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGrap
     except UsageError as error:
         hint = "" if model else f"; the plan was made for {name!r}, give its path with --model"
         raise UsageError(f"{error}{hint}") from None
+    if plan.loss_chunks > 1:
+        from osdp.losses import chunk_loss
+
+        build = source.build
+        source = replace(source, build=lambda: chunk_loss(build(), plan.loss_chunks))
     graph = source.capture(PRECISIONS[plan.precision].compute_dtype, device=plan.cluster.device, name=plan.model.name)
     if graph.num_parameters != plan.model.parameters:
         raise UsageError(

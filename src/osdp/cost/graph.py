@@ -99,7 +99,8 @@ class StepGraph:
         stages, at = [], 0
         passes = StagePasses(self.layout, full_schedule(self.layout, self.cluster.engine), self.cluster.engine)
         for index, shaped in enumerate(self.layout.shaped):
-            timed = [compute_time(shaped.trace, self.cluster, self.training, backward=b) for b in (False, True)]
+            training = self.training.of_stage(is_block=shaped.stage.is_block)
+            timed = [compute_time(shaped.trace, self.cluster, training, backward=b) for b in (False, True)]
             units = tuple((self._decided_unit(at + n, timed),) for n in range(len(shaped.units)))
             at += len(shaped.units)
             forward, backward = (
@@ -215,7 +216,9 @@ class _Builder:
         self.pieces = pieces_of(layout.units, options)
         self.gathered: dict[tuple[int, int], list[tuple[Collective, tuple[int, ...]]]] = {}  # and not yet entered
         self.timed = {
-            (index, backward): compute_time(shaped.trace, cluster, training, backward=backward)
+            (index, backward): compute_time(
+                shaped.trace, cluster, training.of_stage(is_block=shaped.stage.is_block), backward=backward
+            )
             for index, shaped in enumerate(layout.shaped)
             for backward in (False, True)
         }
@@ -311,8 +314,8 @@ def step_graph(
 
 def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
     """The graph of a plan; the model graph must be of the model that was planned."""
-    training = Training.of(plan.precision, plan.optimizer, plan.reduce_dtype)
-    training = Training(training.precision, training.optimizer, training.reduce_dtype, plan.accumulation)
+    way = {"accumulation": plan.accumulation, "compiled": plan.compiled, "loss_chunks": plan.loss_chunks}
+    training = Training.of(plan.precision, plan.optimizer, plan.reduce_dtype, **way)
     shapes = Shapes(graph)
     planned = {unit.name: unit for unit in plan.units}
     chosen: list[Shape] = []

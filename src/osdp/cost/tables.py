@@ -265,6 +265,7 @@ class _MadeShape:
         flags = neighbour_flags(layout, slots, tables.training, tables.cluster)
         grown = [[each[which] for unit in growths for each in unit.values()] for which in (0, 1)]
         groups = [SlotGroups.of(options, guests, grown[which], which, flags[which]) for which in (0, 1)]
+        training = tables.training.of_stage(is_block=shaped.stage.is_block)
         return _MadeShape(
             shaped,
             tuple(tuple(_regrouped(option, groups) for option in unit) for unit in options),
@@ -282,8 +283,8 @@ class _MadeShape:
             ),
             groups[0],
             groups[1],
-            compute_time(shaped.trace, tables.cluster, tables.training, backward=False),
-            compute_time(shaped.trace, tables.cluster, tables.training, backward=True),
+            compute_time(shaped.trace, tables.cluster, training, backward=False),
+            compute_time(shaped.trace, tables.cluster, training, backward=True),
             _passes(layout, index, tables.cluster),
             tuple(all_places),
             wires,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from osdp.errors import UsageError
@@ -70,9 +70,18 @@ class Training:
     reduce_dtype: str
     accumulation: int = 1
     compiled: bool = False
+    loss_chunks: int = 1  # of a language head's loss; a model that is captured so has its costs
 
     @staticmethod
-    def of(precision: str = "bf16", optimizer: str = "adamw", reduce_dtype: str | None = None) -> Training:
+    def of(
+        precision: str = "bf16",
+        optimizer: str = "adamw",
+        reduce_dtype: str | None = None,
+        *,
+        accumulation: int = 1,
+        compiled: bool = False,
+        loss_chunks: int = 1,
+    ) -> Training:
         if precision not in PRECISIONS:
             raise UsageError(f"unknown precision {precision!r}; choose {', '.join(PRECISIONS)}")
         if optimizer not in OPTIMIZERS:
@@ -81,7 +90,11 @@ class Training:
         reduce_dtype = reduce_dtype or chosen.reduce_dtype
         if reduce_dtype not in ("fp32", "bf16"):
             raise UsageError(f"unknown reduction dtype {reduce_dtype!r}; choose fp32 or bf16")
-        return Training(chosen, OPTIMIZERS[optimizer], reduce_dtype)
+        return Training(chosen, OPTIMIZERS[optimizer], reduce_dtype, accumulation, compiled, loss_chunks)
+
+    def of_stage(self, *, is_block: bool) -> Training:
+        """The same for one stage of a model: what is in no block is not compiled."""
+        return self if is_block or not self.compiled else replace(self, compiled=False)
 
     @property
     def reduce_bytes(self) -> int:

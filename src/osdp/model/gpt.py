@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osdp.errors import UsageError
+from osdp.losses import ChunkedHead
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
+        if targets is not None and isinstance(self.head, ChunkedHead):
+            return self.head(self.norm(x), targets)
         logits = self.head(self.norm(x))
         if targets is None:
             return logits

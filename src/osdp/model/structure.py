@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from osdp.losses import ChunkedHead
+
 
 def owns_parameters(module: nn.Module) -> bool:
     """Whether the module is an operator: it has parameters of its own."""
@@ -87,6 +89,8 @@ def find_parts(block: nn.Module, name: str) -> list[str]:
 
 def split_dim(module: nn.Module) -> int:
     """The weight's dimension along which an operator is split into slices; -1 if it cannot be split."""
+    if isinstance(module, ChunkedHead):
+        return -1
     if isinstance(module, nn.Linear):
         return 0
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # Hugging Face's transposed linear

@@ -92,6 +92,8 @@ class PlanPage:
     precision: str
     reduce_dtype: str
     optimizer: str
+    compiled: bool
+    loss_chunks: int
     samples_per_second: float
     tokens_per_second: float | None
     batch_size: int
@@ -144,6 +146,8 @@ def plan_page(plan: Plan) -> PlanPage:
         precision=plan.precision,
         reduce_dtype=plan.reduce_dtype,
         optimizer=plan.optimizer,
+        compiled=plan.compiled,
+        loss_chunks=plan.loss_chunks,
         samples_per_second=predicted.samples_per_second,
         tokens_per_second=None if seq_len is None else seq_len * predicted.samples_per_second,
         batch_size=plan.batch_size,

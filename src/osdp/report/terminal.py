@@ -36,7 +36,8 @@ def _print_headline(page: PlanPage, out: Console) -> None:
     print_line(
         out,
         f"{format_count(page.parameters)} parameters{length}; {page.precision}, gradients reduced in "
-        f"{page.reduce_dtype}, {page.optimizer}",
+        f"{page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}"
+        f"{f', loss in {page.loss_chunks} chunks' if page.loss_chunks > 1 else ''}",
     )
     tokens = "" if page.tokens_per_second is None else f"   {format_rate(page.tokens_per_second)} tokens/s"
     out.print()

@@ -30,11 +30,13 @@ from osdp.accelerator import FAKE, running_engine, training_device
 from osdp.cost.sharding import shard_dim
 from osdp.engine import ASYNC_GLOO, Engine
 from osdp.errors import UsageError
+from osdp.losses import chunk_loss
 from osdp.model.fake import without_cache
 from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order, unit_depths
 from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.clip import scale_to, torch_norm
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
+from osdp.runtime.compiled import compile_blocks
 from osdp.runtime.courier import Reductions
 from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
@@ -101,6 +103,8 @@ def parallelize(
     device = training_device(model, device)
     engine = engine or running_engine(device)
     check_ranks(plan)
+    if plan.loss_chunks > 1:
+        chunk_loss(model, plan.loss_chunks)
     give_scalars_a_dimension(model)
     check_model(model, plan)
     check_weights(model)
@@ -109,6 +113,8 @@ def parallelize(
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
     blocks = sorted({unit.block for unit in plan.units if unit.recompute and unit.block})
+    if plan.compiled and dist.get_backend() != FAKE:  # before all else: hooks of FSDP2, and recompute, stay outside
+        compile_blocks([modules[block] for block in plan.blocks], device)
     if blocks:
         without_cache(model)
     share_draws = device.type == "cpu" and dist.get_backend() != FAKE
