@@ -182,7 +182,7 @@ def test_bad_arguments_are_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "COMMAND; see osdp --help"),
+        (("--",), "COMMAND; see osdp --help"),
         (("plane",), "invalid choice: 'plane'"),
         (("plan", "gpt-tiny"), "required: --cluster; see osdp plan --help"),
         (("plan", "gpt-tinny", "--cluster", "A100-80GB"), "did you mean gpt-tiny?"),

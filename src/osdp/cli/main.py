@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import osdp
 from osdp.cli import (
+    completion,
     devices,
     diff,
     explain,
@@ -34,7 +35,7 @@ from osdp.errors import DoesNotFit, OsdpError, UsageError
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 COMMANDS = (
     *(plan, explain, diff, whatif, size, report, trace, graph, verify),
-    *(profile, tune, train, models, devices),
+    *(profile, tune, train, models, devices, completion),
 )
 
 DESCRIPTION = """\
@@ -99,7 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> None:
     try:
-        arguments = build_parser().parse_args(argv)
+        parser = build_parser()
+        given = sys.argv[1:] if argv is None else argv
+        if not given:
+            parser.print_help()
+            return
+        arguments = parser.parse_args(given)
         arguments.run(arguments)
     finally:
         sys.stdout.flush()  # here, where a reader that has left is known; --help leaves through here too
