@@ -123,7 +123,10 @@ def test_version() -> None:
     assert _osdp("--version").stdout == f"osdp {osdp.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("graph",), ("models",), ("devices",), ("train",)])
+COMMANDS = ("plan", "explain", "diff", "whatif", "size", "report", "trace", "graph", "train", "devices", "completion")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_fits_80_columns(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

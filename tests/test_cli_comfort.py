@@ -1,4 +1,4 @@
-"""Claims: `osdp` alone helps; shells complete it; a network is given as a data sheet has it; training reads a TOML file."""
+"""Claims: `osdp` alone helps; shells complete it; a network is what data sheets say; a run reads a TOML file."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ examples:
   osdp devices                              which devices are known by name
   osdp plan gpt2-xl --cluster 8xRTX-3090    the best plan, and what it gains
   osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
-  osdp explain plan.json                    what binds it, and what more is worth
+  osdp explain plan.json                    what binds it, what more is worth
   osdp report plan.json -o report.html      the plan in pictures
   osdp graph plan.json                      what a step computes and sends
   osdp verify plan.json                     the plan beside the real runtime
