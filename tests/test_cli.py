@@ -123,7 +123,10 @@ def test_version() -> None:
     assert _osdp("--version").stdout == f"osdp {osdp.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), ("plan",), ("graph",), ("models",), ("devices",), ("train",)])
+COMMANDS = ("plan", "explain", "diff", "whatif", "size", "report", "trace", "graph", "train", "devices", "completion")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
 def test_help_fits_80_columns(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +185,7 @@ def test_bad_arguments_are_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "COMMAND; see osdp --help"),
+        (("--",), "COMMAND; see osdp --help"),
         (("plane",), "invalid choice: 'plane'"),
         (("plan", "gpt-tiny"), "required: --cluster; see osdp plan --help"),
         (("plan", "gpt-tinny", "--cluster", "A100-80GB"), "did you mean gpt-tiny?"),

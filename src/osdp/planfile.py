@@ -190,6 +190,12 @@ class Plan:
         run = {key: value for key, value in self.to_dict().items() if key not in predicted}
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows for a plan."""
+        from osdp.report.html import plan_html  # here, because only a notebook needs it
+
+        return plan_html(self)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan, all of it or nothing: the file is replaced in one step."""
         write_json(self.to_dict(), path)

@@ -12,8 +12,8 @@ from osdp.cli.parser import Commands
 from osdp.planfile import Plan
 
 DESCRIPTION = """\
-Compare two plan files: what they were asked for, what they predict, and the units
-that they hold differently. No model is traced."""
+Compare two plan files: what they were asked for, what they predict, and the
+units that they hold differently. No model is traced."""
 
 EXAMPLES = """\
 examples:

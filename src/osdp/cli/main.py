@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import osdp
 from osdp.cli import (
+    completion,
     devices,
     diff,
     doctor,
@@ -36,7 +37,7 @@ from osdp.errors import DoesNotFit, OsdpError, UsageError
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 COMMANDS = (
     *(plan, explain, diff, whatif, size, report, trace, export, graph, verify),
-    *(doctor, profile, tune, train, models, devices),
+    *(doctor, profile, tune, train, models, devices, completion),
 )
 
 DESCRIPTION = """\
@@ -53,7 +54,7 @@ examples:
   osdp devices                              which devices are known by name
   osdp plan gpt2-xl --cluster 8xRTX-3090    the best plan, and what it gains
   osdp plan gpt2-xl --cluster 8xRTX-3090 -o plan.json
-  osdp explain plan.json                    what binds it, and what more is worth
+  osdp explain plan.json                    what binds it, what more is worth
   osdp report plan.json -o report.html      the plan in pictures
   osdp graph plan.json                      what a step computes and sends
   osdp verify plan.json                     the plan beside the real runtime
@@ -103,7 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> None:
     try:
-        arguments = build_parser().parse_args(argv)
+        parser = build_parser()
+        given = sys.argv[1:] if argv is None else argv
+        if not given:
+            parser.print_help()
+            return
+        arguments = parser.parse_args(given)
         arguments.run(arguments)
     finally:
         sys.stdout.flush()  # here, where a reader that has left is known; --help leaves through here too

@@ -21,6 +21,15 @@ class Parser(argparse.ArgumentParser):
         # Before Python 3.14 only whole words such as -3 count as values, and `--memory -3GiB` lacks one.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
+    reads_config = False  # with `--config FILE`, values of the file replace the defaults; see osdp.cli.config
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.reads_config and args:
+            from osdp.cli.config import apply_config
+
+            apply_config(self, args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         remedy = "" if ";" in message else f"; see {self.prog} --help"  # our own checks name theirs
         raise UsageError(message + remedy)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.cli.output import print_json
 from osdp.cli.parser import Commands, add_model, checked, output_path, samples, tokens
 from osdp.cli.progress import shown_progress
-from osdp.cluster import Cluster, format_bytes, parse_bytes
+from osdp.cluster import Cluster, format_bytes, parse_bytes, parse_rate
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import MODES, PLAN_VERSION, Plan
@@ -36,6 +36,7 @@ modes, how a unit's parameters are held:
 examples:
   osdp plan gpt2-xl --cluster 8xRTX-3090
   osdp plan llama3-8b --cluster 2x8xA100-40GB --seq-len 4096 -o plan.json
+  osdp plan llama3-8b --cluster 4x8xA100-80GB --network 200Gbit
   osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --global-batch 256
   osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
   osdp plan my_package.models:build --cluster 4xL4 --modes replicate,free"""
@@ -67,6 +68,16 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         type=checked(parse_bytes),
         help="memory of each device, such as 16GiB; a reserve is taken off (default: the device's own)",
+    )
+    add_network(group)
+
+
+def add_network(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--network",
+        metavar="RATE",
+        type=checked(parse_rate),
+        help="of each node and direction, such as 200Gbit or 25GB/s (default: the device's usual network)",
     )
 
 
@@ -173,6 +184,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
             "--batch fixes one device's micro-batch, --global-batch the whole step's samples: give one of them"
         )
+    if arguments.network is not None:
+        arguments.cluster = arguments.cluster.with_network(arguments.network)
     from osdp.model.source import load_model
 
     source = load_model(arguments.model, seq_len=arguments.seq_len)

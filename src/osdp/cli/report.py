@@ -14,10 +14,10 @@ from osdp.planfile import Plan
 
 DESCRIPTION = """\
 Write a plan as one HTML file: the memory of a step over time, by part, against
-the limit; the two streams with their stalls; throughput by batch size; how every
-block of the model is held; the plan and each usual way to train side by side;
-what was measured beside what was predicted; and the proof. The file has all that
-it needs inside, and opens without a network.
+the limit; the two streams with their stalls; throughput by batch size; how
+every block of the model is held; the plan and each usual way to train side by
+side; what was measured beside what was predicted; and the proof. The file has
+all that it needs inside, and opens without a network.
 
 The model is traced again: from the name in the plan, or from --model."""
 

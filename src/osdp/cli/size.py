@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from osdp.sizing import Case, Target
 
 DESCRIPTION = """\
-Find the smallest cluster on which a model trains fast enough: at a throughput, or
-through so many tokens in so many days. With prices, the cheapest. Devices are
-tried by doubling, and whole nodes in between; every one of them is planned."""
+Find the smallest cluster on which a model trains fast enough: at a throughput,
+or through so many tokens in so many days. With prices, the cheapest. Devices
+are tried by doubling, and whole nodes in between; every one of them is planned."""
 
 EXAMPLES = """\
 prices: a TOML file with dollars an hour of one device,

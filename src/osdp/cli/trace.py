@@ -13,9 +13,9 @@ from osdp.planfile import Plan
 
 DESCRIPTION = """\
 Write the predicted step as two files: a Chrome trace, which ui.perfetto.dev and
-chrome://tracing open, with the two streams, their stalls and the memory by part;
-and a snapshot of the memory, which pytorch.org/memory_viz opens. `osdp train
---trace DIR` writes the measured trace beside them.
+chrome://tracing open, with the two streams, their stalls and the memory by
+part; and a snapshot of the memory, which pytorch.org/memory_viz opens. `osdp
+train --trace DIR` writes the measured trace beside them.
 
 The model is traced again: from the name in the plan, or from --model."""
 

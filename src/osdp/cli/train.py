@@ -36,6 +36,7 @@ examples:
   torchrun --nproc-per-node 4 -m osdp train gpt-tiny --data book.txt
   torchrun --nproc-per-node 8 -m osdp train llama3-8b --plan plan.json \\
     --data tokens.bin --checkpoint run1 --save-every 500 --async-save --resume
+  torchrun --nproc-per-node 8 -m osdp train --config run.toml --lr 3e-4
   torchrun --nproc-per-node 2 --max-restarts 3 -m osdp train \\
     my_package.models:build --checkpoint run2 --save-every 100 --resume"""
 
@@ -60,7 +61,11 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "train", help="train a model as it is planned", description=DESCRIPTION, epilog=EXAMPLES
     )
+    parser.reads_config = True
     add_model(parser)
+    parser.add_argument(
+        "--config", metavar="FILE", help="a TOML file with options by their long names; the command line wins over it"
+    )
     _add_data(parser)
     _add_training(parser)
     _add_checkpoints(parser)

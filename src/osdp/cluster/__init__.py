@@ -4,7 +4,7 @@ from osdp.cluster.cluster import Cluster
 from osdp.cluster.device import DTYPES, Device, device, devices
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, wire_bytes
 from osdp.cluster.measured import TimedOptimizer, TimedStage
-from osdp.cluster.sizes import format_bytes, parse_bytes
+from osdp.cluster.sizes import format_bytes, parse_bytes, parse_rate
 
 __all__ = [
     "DTYPES",
@@ -20,5 +20,6 @@ __all__ = [
     "devices",
     "format_bytes",
     "parse_bytes",
+    "parse_rate",
     "wire_bytes",
 ]

@@ -19,7 +19,7 @@ import tomli_w
 
 from osdp.cluster.clusterfile import cluster_table, read_cluster
 from osdp.cluster.collective_rates import nccl_seconds, route
-from osdp.cluster.device import Device, device
+from osdp.cluster.device import Device, device, link_efficiency
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, require_word, wire_bytes
 from osdp.cluster.measured import TimedOptimizer, TimedStage
 from osdp.cluster.reserve import memory_for, reserve_of
@@ -139,6 +139,19 @@ class Cluster:
     def to_toml(self) -> str:
         """The text of a cluster file that reads back equal."""
         return tomli_w.dumps(self.to_dict())
+
+    def with_network(self, peak_bytes_per_second: float) -> Cluster:
+        """The same with another network between nodes: per node and direction, as a data sheet says.
+
+        Collectives reach the same part of it as of the device's usual network.
+        """
+        if self.nodes == 1:
+            raise UsageError(f"{self.label} is one node, which has no network; give a cluster such as '2x8xA100-80GB'")
+        if any(each.group != "node" for each in self.measured):
+            raise UsageError(f"the network of {self.label} was measured; change its file, or leave the network out")
+        rate = peak_bytes_per_second * link_efficiency(self.network.name)
+        named = f"{peak_bytes_per_second * 8 / 1e9:g} Gbit/s"
+        return replace(self, network=replace(self.network, bytes_per_second=rate, name=named))
 
     @property
     def world_size(self) -> int:

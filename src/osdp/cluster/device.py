@@ -130,15 +130,28 @@ def device(name: str) -> Device:
     raise UsageError(f"device {name!r} is not in the catalogue; {hint}osdp devices lists them")
 
 
+def link_efficiency(name: str) -> float:
+    """What collectives reach of the data sheet's rate of the catalogue's link of that name, or of any other link."""
+    table = _table()
+    default = table["defaults"]["link_efficiency"]
+    named = (link for link in table["link"].values() if link["name"] == name)
+    return next((link.get("link_efficiency", default) for link in named), default)
+
+
 def _key(name: str) -> str:
     return re.sub(r"[-_\s]+", "", _MAKERS.sub("", name.replace("_", " "))).lower()
 
 
 @functools.cache
-def _catalogue() -> tuple[tuple[Device, ...], dict[str, Device]]:
+def _table() -> dict[str, Any]:
     from importlib import resources  # here, because it costs more than the rest of the package to import
 
-    table = msgspec.toml.decode(resources.files("osdp.cluster").joinpath("devices.toml").read_bytes())
+    return msgspec.toml.decode(resources.files("osdp.cluster").joinpath("devices.toml").read_bytes())
+
+
+@functools.cache
+def _catalogue() -> tuple[tuple[Device, ...], dict[str, Device]]:
+    table = _table()
     known: list[Device] = []
     by_key: dict[str, Device] = {}
     for entry in table["device"]:

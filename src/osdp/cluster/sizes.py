@@ -53,6 +53,19 @@ def parse_bytes(text: str | int) -> int:
     return size
 
 
+_RATE = re.compile(r"\s*(\d{1,15}(?:\.\d{0,15})?)\s*([kmgt])(bit|b)(?:/s|ps)?\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of '200Gbit', '200 Gbit/s', '25GB/s': what a data sheet says of a link, in powers of 1000."""
+    match = _RATE.fullmatch(text)
+    bits = match is not None and (match[3].lower() == "bit" or match[3] == "b")
+    rate = float(match[1]) * 1000.0 ** ("kmgt".index(match[2].lower()) + 1) / (8 if bits else 1) if match else 0.0
+    if not 0 < rate <= 1e15:
+        raise UsageError(f"rate {text[:40]!r} is not a link's; write it as '200Gbit' (bits) or '25GB/s' (bytes)")
+    return rate
+
+
 def format_bytes(count: int | float) -> str:
     """'41.2 GiB': one decimal in the largest binary unit that keeps the number at least 1.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 import osdp
 from osdp.cluster import format_bytes
+from osdp.planfile import Plan
 from osdp.report.numbers import format_count, format_rate, format_seconds, format_share
-from osdp.report.page import BASES, gain_sentence
+from osdp.report.page import BASES, gain_sentence, plan_page
 from osdp.report.report_page import RateCurve, ReportPage, StageBox
 from osdp.report.step_picture import STACKED, StepPicture
 
@@ -30,7 +31,28 @@ MODES = (
 )
 
 
+COLOURS = ("#2a9d72", "#3d6fd1", "#e08a1e", "#7aa6ef", "#8a63d2", "#d45a8c", "#e6bf3c", "#98a0ad")
+
+
+def plan_html(plan: Plan) -> str:
+    """A plan as a notebook shows it: a card without scripts."""
+    page = plan_page(plan)
+    return _template("plan.html.j2").render(page=page, gain=gain_sentence(page), colours=COLOURS)
+
+
 def report_html(page: ReportPage) -> str:
+    return _template("report.html.j2").render(
+        page=page,
+        data=report_data(page),
+        css=Markup(_text("report.css")),
+        js=Markup(_text("report.js")),
+        gain=gain_sentence(page.plan),
+        basis=BASES[page.plan.basis],
+        version=osdp.__version__,
+    )
+
+
+def _template(name: str) -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
         bytes=format_bytes,
@@ -40,15 +62,7 @@ def report_html(page: ReportPage) -> str:
         share=format_share,
         amount=_amount,
     )
-    return environment.from_string(_text("report.html.j2")).render(
-        page=page,
-        data=report_data(page),
-        css=Markup(_text("report.css")),
-        js=Markup(_text("report.js")),
-        gain=gain_sentence(page.plan),
-        basis=BASES[page.plan.basis],
-        version=osdp.__version__,
-    )
+    return environment.from_string(_text(name))
 
 
 def _amount(value: float, what: str) -> str:

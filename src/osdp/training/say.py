@@ -17,7 +17,21 @@ from osdp.report.numbers import format_rate, format_seconds, format_share
 from osdp.training.loop import Step
 from osdp.training.pace import typical_seconds
 
-_NO_CURVES = ("event", "number")
+_CURVES = {
+    "loss": "train/loss",
+    "validation_loss": "validation/loss",
+    "gradient_norm": "train/gradient_norm",
+    "lr": "train/lr",
+    "tokens_per_second": "throughput/tokens_per_second",
+    "samples_per_second": "throughput/samples_per_second",
+    "mfu": "throughput/mfu",
+    "seconds": "step/seconds",
+    "predicted_seconds": "step/predicted_seconds",
+    "data_seconds": "step/data_seconds",
+    "waited_seconds": "step/waited_seconds",
+    "peak_bytes": "memory/peak_bytes",
+    "predicted_peak_bytes": "memory/predicted_peak_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class Summary:
         )
 
 
-def step_line(step: Step, steps: int, predicted_seconds: float) -> str:
+def step_line(step: Step, steps: int, predicted_seconds: float, mfu: float | None = None) -> str:
     """'step  12/100  loss 2.3456  norm 0.812  lr 3.0e-04  1.2 GiB  12,345 tok/s  812 ms (predicted 790 ms)'."""
     predicted = f" (predicted {format_seconds(predicted_seconds)})" if predicted_seconds > 0 else ""
     parts = [
@@ -57,16 +71,31 @@ def step_line(step: Step, steps: int, predicted_seconds: float) -> str:
         f"{format_rate(step.tokens_per_second)} tok/s",
         f"{format_seconds(step.timing.seconds)}{predicted}",
     ]
+    if mfu is not None:
+        parts.append(f"MFU {100 * mfu:.1f} %")
     if step.validation_loss is not None:
         parts.insert(2, f"validation {step.validation_loss:.4f}")
     return "  ".join(parts)
 
 
+def measured_mfu(step: Step, plan: Plan) -> float | None:
+    """The model FLOPs utilization of a step: the plan's, at the seconds that it took; None where none is predicted."""
+    predicted = plan.predicted
+    return predicted.mfu * predicted.step_seconds / step.timing.seconds if predicted.mfu > 0 else None
+
+
 def step_document(step: Step, plan: Plan) -> dict[str, Any]:
     """What was measured of a step, flat, and what the plan expects of it."""
     fields, expected = asdict(step), plan.predicted
+    rates = {"samples_per_second": plan.global_batch / step.timing.seconds, "mfu": measured_mfu(step, plan)}
     predicted = {"predicted_seconds": expected.step_seconds, "predicted_peak_bytes": expected.peak_bytes}
-    return {"event": "step", **fields.pop("timing"), **fields, **predicted}
+    return {"event": "step", **fields.pop("timing"), **fields, **rates, **predicted}
+
+
+def curves(step: Step, plan: Plan) -> dict[str, float]:
+    """A step's values by the names that TensorBoard and W&B group by; see docs/training.md."""
+    document = step_document(step, plan)
+    return {name: document[field] for field, name in _CURVES.items() if document[field] is not None}
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -119,13 +148,13 @@ class Speaker:
     def step(self, step: Step, plan: Plan) -> None:
         due = step.number % self._every == 0 or step.number == self._steps or step.validation_loss is not None
         if self._as_json or due:
-            self._line(step_document(step, plan), step_line(step, self._steps, plan.predicted.step_seconds))
+            line = step_line(step, self._steps, plan.predicted.step_seconds, measured_mfu(step, plan))
+            self._line(step_document(step, plan), line)
         if self._bar is not None:
             self._bar.update(0, completed=step.number, description=f"loss {step.loss:.4f}")
         if self._curves is not None:
-            for name, value in step_document(step, plan).items():
-                if name not in _NO_CURVES and value is not None:
-                    self._curves.add_scalar(name, value, step.number)
+            for name, value in curves(step, plan).items():
+                self._curves.add_scalar(name, value, step.number)
 
     def warn(self, sentence: str | None) -> None:
         if self._leads and sentence:
