@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(BASE_PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[hf,dev]'
+	@$(PIP) --no-build-isolation --editable '.[hf,lora,dev]'
 	@touch $@
 
 demo: $(STAMP) ## measure this machine, plan, train with plain FSDP2 and with the plan, compare (4 minutes)
