@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(BASE_PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[hf,dev]'
+	@$(PIP) --no-build-isolation --editable '.[hf,lora,dev]'
 	@touch $@
 
 # The tests of the HTML report drive the distribution's Chromium. Where it is missing and cannot be installed, they are

@@ -359,6 +359,7 @@ def _plan_model(graph: ModelGraph, layout: Layout) -> PlanModel:
         parameters=graph.num_parameters,
         seq_len=graph.seq_len,
         uncalled=uncalled_parameters(graph, layout),
+        trained=sum(each.numel for each in graph.parameters.values() if each.trainable),
         sample_elements=graph.sample_elements,
         assumptions=graph.assumptions,
         unused=graph.unused,

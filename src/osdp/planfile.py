@@ -44,6 +44,7 @@ class PlanModel:
     """The model a plan was made for, as far as a plan must know it.
 
     `uncalled` has the parameters that are in no unit, because no call of the model reaches them, with their elements.
+    Of the `parameters`, `trained` are not frozen; None where it is not known.
     `sample_elements` are those of the largest input tensor, for one sample; 0 where it is not known. `assumptions` are
     what tracing took for granted, a line each; `unused` has the trainable parameters that the loss does not depend on.
     """
@@ -52,6 +53,7 @@ class PlanModel:
     parameters: Whole
     seq_len: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None
     uncalled: Mapping[str, Whole] = field(default_factory=dict)
+    trained: Whole | None = None
     sample_elements: Whole = 0
     assumptions: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()

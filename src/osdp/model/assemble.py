@@ -184,7 +184,7 @@ def _mirror(marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], t
         elif block is None:
             close = starts.get(before or "", -1)
         elif forward[position - 1][0] is None:
-            close = leaves.get(block, -2) + 1
+            close = _left(marks, leaves.get(block, -2) + 1, block)
         else:
             close = starts.get(before or "", -1)
         if close < at:
@@ -196,6 +196,13 @@ def _mirror(marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], t
         cuts.append(Cut(block, (start, stop), (at, close)))
         at = close
     return cuts[::-1]
+
+
+def _left(marks: Sequence[Mark], close: int, block: str) -> int:
+    """Behind the leaving of a block's own modules: those without a gradient for their inputs are left after it."""
+    while close < len(marks) and marks[close].kind == "leave" and marks[close].name.startswith(block + "."):
+        close += 1
+    return close
 
 
 def _ancestors(name: str) -> list[str]:

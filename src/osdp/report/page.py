@@ -108,6 +108,9 @@ class PlanPage:
     groups: tuple[Group, ...]
     baselines: tuple[BaselineRow, ...]
     certificate: Certificate
+    trained: int | None = None
+    assumptions: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # parameters on which the loss does not depend
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,9 @@ def plan_page(plan: Plan) -> PlanPage:
         groups=grouped(plan.units),
         baselines=tuple(_baseline_row(each, predicted.samples_per_second) for each in plan.baselines),
         certificate=plan.certificate,
+        trained=plan.model.trained,
+        assumptions=plan.model.assumptions,
+        unused=plan.model.unused,
     )
 
 
@@ -190,6 +196,17 @@ def gain_sentence(page: PlanPage) -> str:
     if ratio >= WORTH_IT:
         return f"{ratio:.2f} times the best usual way, {name}"
     return f"{name} is as fast within {100 * max(ratio - 1, 0.0):.1f} %: a plan is hardly worth it here"
+
+
+SHOWN_NAMES = 3
+
+
+def unused_sentence(page: PlanPage) -> str:
+    """The parameters that are held and not trained, because the loss does not depend on them."""
+    if not page.unused:
+        return ""
+    more = f" and {len(page.unused) - SHOWN_NAMES} more" if len(page.unused) > SHOWN_NAMES else ""
+    return f"the loss does not depend on {', '.join(page.unused[:SHOWN_NAMES])}{more}: held, and not trained"
 
 
 def misfit_page(error: DoesNotFit) -> MisfitPage:

@@ -13,7 +13,18 @@ from osdp.cluster.device import CALIBRATED
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
-from osdp.report.page import BASES, Group, Memory, MisfitPage, Part, PlanPage, RemedyRow, UnitRow, gain_sentence
+from osdp.report.page import (
+    BASES,
+    Group,
+    Memory,
+    MisfitPage,
+    Part,
+    PlanPage,
+    RemedyRow,
+    UnitRow,
+    gain_sentence,
+    unused_sentence,
+)
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
 
 BAR_WIDTH = 30
@@ -33,9 +44,11 @@ def print_plan(page: PlanPage, out: Console) -> None:
 def _print_headline(page: PlanPage, out: Console) -> None:
     length = "" if page.seq_len is None else f", {page.seq_len} tokens a sample"
     print_heading(out, f"{page.model} on {page.cluster}")
+    frozen = page.trained is not None and page.trained < page.parameters
+    trained = f", {format_count(page.trained or 0)} of them trained" if frozen else ""
     print_line(
         out,
-        f"{format_count(page.parameters)} parameters{length}; {page.precision}, gradients reduced in "
+        f"{format_count(page.parameters)} parameters{trained}{length}; {page.precision}, gradients reduced in "
         f"{page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}"
         f"{f', loss in {page.loss_chunks} chunks' if page.loss_chunks > 1 else ''}",
     )
@@ -53,6 +66,10 @@ def _print_headline(page: PlanPage, out: Console) -> None:
     if gain:
         print_line(out, gain)
     print_line(out, BASES[page.basis])
+    if page.assumptions:
+        print_line(out, f"assumed in tracing: {'; '.join(page.assumptions)}")
+    if page.unused:
+        print_line(out, unused_sentence(page))
 
 
 def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:

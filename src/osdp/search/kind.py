@@ -319,6 +319,8 @@ class Kind:
 
 def _highest_of(rows: list[ExactRow]) -> list[ExactRow]:
     """Without rows that another one, which sees the same neighbours, exceeds or equals in every column."""
+    if not rows:  # a pass without kernels: nothing before the first block has a gradient
+        return []
     values = np.array([row.values for row in rows])
     below = np.all(values[:, None] <= values[None], axis=2).tolist()
     return [
