@@ -83,6 +83,10 @@ class SimulatedCluster:
             for host in self._hosts:  # what ranks left running, such as workers that load data
                 network.kill_all(host)
 
+    def cut(self, host: int) -> None:
+        """Takes a host's link away: packets are lost from now on, and the other hosts are told nothing."""
+        network.call("ip", "-n", self._hosts[host], "link", "set", network.DEVICE, "down")
+
     def measured(self, command: Sequence[str], *, timeout: float, on_line: OnLine | None = None) -> Any:
         """What rank 0 prints last, read as JSON; where a rank fails, the program ends with what that one said."""
         results = self.run(command, timeout=timeout, on_line=on_line)

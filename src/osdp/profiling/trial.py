@@ -70,7 +70,7 @@ class Tried:
         """What lasts from step to step; see [Note: Allocator]."""
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         inputs = [t for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
-        return _storage_bytes((*self.model.parameters(), *self.model.buffers(), *states, *inputs))
+        return storage_bytes((*self.model.parameters(), *self.model.buffers(), *states, *inputs))
 
     def seconds(self, steps: int) -> float:
         """Of one step, from so many in a row, after one that is not timed: in training the same was done before."""
@@ -140,7 +140,7 @@ def peak_above_start(run: Callable[[], object]) -> int:
     return peak
 
 
-def _storage_bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
+def storage_bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
     """Of each storage once."""
     storages = {local_tensor(t).untyped_storage()._cdata: local_tensor(t).untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())

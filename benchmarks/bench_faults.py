@@ -1,0 +1,73 @@
+"""Kills, stops, cuts off and starves real runs of `osdp train`, and checks what is left of them.
+
+    python -m benchmarks.bench_faults --cases 240 --out faults.jsonl
+    python -m benchmarks.bench_faults --cases 11              # one of each kind
+
+A rank of 2 to 4 is sent SIGKILL at a random moment of forward, backward, a save, planning or profiling, or SIGSTOP; the
+disk is full or the folder read-only; a file of the newest checkpoint is damaged, each in turn; two runs share a folder;
+a host's link is taken away (network namespaces: Linux and root). What must hold: ranks that live end with the right code
+within the time-out, without a traceback; the last checkpoint is whole, and a run that goes on from it has the losses of
+one that nothing happened to, bit for bit; no process is left.
+
+Cases are appended to --out as they end, and those that it has are not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, deliver, met, parser
+from benchmarks.faults.kinds import TIMEOUT_SECONDS, Faults, kinds
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--cases", type=int, default=240)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--out", type=Path, default=Path("faults.jsonl"))
+    options.add_argument("--minutes", type=float, default=600, help="begin no case after so long")
+    options.add_argument("--kind", nargs="*", help="these kinds alone")
+    given = options.parse_args()
+    known = kinds(Faults(given.seed))
+    names = given.kind or list(known)
+    done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    had = {(entry["name"], entry["number"]) for entry in done if entry["seed"] == given.seed}
+    until = time.monotonic() + 60 * given.minutes
+    for index in range(given.cases):
+        name, number = names[index % len(names)], index // len(names)
+        if (name, number) in had or time.monotonic() > until:
+            continue
+        entry = {"seed": given.seed, "name": name, "number": number, **asdict(known[name](number))}
+        done.append(entry)
+        with given.out.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        print(f"{entry['kind']} ({entry['detail']}): {'; '.join(entry['problems']) or 'all held'}", flush=True)
+    deliver(tables(done), as_json=given.json)
+
+
+def tables(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Row]]:
+    """One row for each kind of fault."""
+    rows: list[Row] = []
+    for kind in dict.fromkeys(entry["kind"] for entry in entries):
+        mine = [entry for entry in entries if entry["kind"] == kind]
+        held = sum(not entry["problems"] for entry in mine)
+        noticed = [entry["noticed_seconds"] for entry in mine if entry["noticed_seconds"] is not None]
+        rows.append(
+            {
+                "fault": kind,
+                "cases": len(mine),
+                "all held": held,
+                f"slowest to notice, s (time-out {TIMEOUT_SECONDS:.0f})": max(noticed, default=None),
+                "target: all": met(len(mine) - held, 0),
+            }
+        )
+    return {"faults": rows}
+
+
+if __name__ == "__main__":
+    main()
