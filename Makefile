@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test lint bench
+.PHONY: help setup browser demo test lint bench bench-smoke
 
 BASE_PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ JOBS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help: ## what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## the virtual environment
 
@@ -48,6 +48,10 @@ lint: $(STAMP) ## lint, format and types
 	@$(BIN)/pyrefly check --summary=none
 
 bench: $(STAMP) ## every benchmark, one after the other; those of the network need root
-	@$(PIP) --no-build-isolation --editable '.[bench]'
+	@$(PIP) --no-build-isolation --editable '.[bench,rivals]'
 	@shopt -s nullglob; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 	@echo "== benchmarks/fidelity"; $(BIN)/python -m benchmarks.fidelity --plots build/fidelity
+	@echo "== benchmarks/rivals"; $(BIN)/python -m benchmarks.rivals --minutes 25; $(BIN)/python -m benchmarks.rivals --page
+
+bench-smoke: $(STAMP) ## the benchmark against rivals in a few minutes, on tiny models; needs root
+	@$(BIN)/python -m benchmarks.rivals --smoke --results build/rivals-smoke

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,18 @@ from osdp.errors import UsageError
 
 TIMES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=5)
 RULES = Rules(split=False)
+
+
+def settling(cluster: Cluster, batches: tuple[int, ...]) -> Cluster:
+    """The GPT's stages timed at these batches, at a rate that improves up to about eight samples, as CPUs' does."""
+    graph, found = captured("gpt", "fp32"), {}
+    each = [(0.035 * batch + 0.08 * (1 - math.exp(-batch / 2.5))) / len(graph.stages) for batch in batches]
+    for stage in graph.stages:
+        for trace in _traces(stage):
+            passes = 3 if trace is stage.recomputed else 2
+            back = tuple(passes * seconds for seconds in each)
+            found.setdefault(trace.signature, TimedStage(trace.signature, stage.name, batches, tuple(each), back))
+    return replace(cluster, stages=tuple(found.values()))
 
 
 def timed(cluster: Cluster, model: str, **curve: tuple[float, ...]) -> Cluster:
@@ -45,6 +58,12 @@ def test_times_lie_on_lines_between_the_measured_batches() -> None:
     assert [between(batches, seconds, batch) for batch in (1, 2, 3, 4, 6)] == [1.0, 3.0, 3.5, 4.0, 5.0]
 
 
+def test_beyond_the_largest_batch_a_sample_takes_no_longer_than_there() -> None:
+    # the line between the last two is steeper than the times themselves: noise, which would grow with the distance
+    assert between((1, 2, 4), (2.0, 3.0, 8.0), 24) == pytest.approx(48.0)
+    assert between((1, 2, 4), (2.0, 3.0, 5.0), 24) == pytest.approx(25.0)
+
+
 def test_a_step_takes_what_was_timed() -> None:
     model, training = captured("gpt", "fp32"), Training.of("fp32")
     plain = replace(Cluster.parse("2xCPU"), memory_bytes=1 << 30)
@@ -67,6 +86,25 @@ def test_the_best_batch_is_found_though_larger_ones_are_slower_per_sample() -> N
     best = max(each, key=lambda batch: each[batch].predicted.samples_per_second)
     assert (found.batch_size, best) == (2, 2)
     assert found.predicted.samples_per_second == pytest.approx(each[2].predicted.samples_per_second)
+
+
+def test_a_profile_up_to_where_the_rate_settles_ranks_plans_rightly() -> None:
+    """A small batch as it is against a large recomputed one: by times of 1, 2 and 4 samples the small one wins."""
+    model, training = captured("gpt", "fp32"), Training.of("fp32")
+    replicas = replace(RULES, modes=("replicate",))
+    ways = (replace(replicas, recompute=False), 6), (replace(replicas, only_recompute=True), 23)
+    cluster = replace(Cluster.parse("2x2xCPU"), memory_bytes=1 << 30)
+    cluster = replace(cluster, network=replace(cluster.network, bytes_per_second=1e6))
+
+    def rates(*batches: int) -> list[float]:
+        found = [plan_graph(model, settling(cluster, batches), training, rules, batch=size) for rules, size in ways]
+        return [plan.predicted.samples_per_second for plan in found]
+
+    small, large = rates(*range(1, 13), 16, 20, 24)
+    assert large > 1.03 * small
+    few_small, few_large = rates(1, 2, 4)
+    assert few_large < 0.95 * few_small
+    assert rates(1, 2, 4, 8, 16) == pytest.approx([small, large], rel=0.02)
 
 
 def test_a_profile_with_stages_reads_back_equal() -> None:

@@ -3,6 +3,7 @@
 - A fit recovers a known line, is not turned by outliers, and times them again.
 - Overlap and the host's time are what makes the model's own formula equal what was measured.
 - Every distinct stage of a model is timed, plain and recomputed, at full and at reduced depth.
+- Batch sizes grow until a sample takes no less, so that times beyond them can be told.
 - A profile of real ranks reads back, and a plan made with it predicts the seconds that were timed.
 - A rank that stalls ends the other within the timeout, with a sentence; nothing is left half written.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import signal
 import time
 from dataclasses import replace
@@ -26,6 +28,7 @@ from osdp.api import plan_graph
 from osdp.cli.main import main
 from osdp.cli.profile import write_text
 from osdp.cluster import GROUPS, KINDS, Cluster, Measured
+from osdp.cluster.measured import between
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import OPTIMIZERS, Training
@@ -39,7 +42,7 @@ from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted,
 from osdp.profiling.fit import Point, fit, least_squares, settled
 from osdp.profiling.rounds import LEAST_ROUNDS, Rounds, TimedLine, typical
 from osdp.profiling.stack import Passes, Stack
-from osdp.profiling.stages import StageRounds, rising
+from osdp.profiling.stages import StageRounds, larger_batch, rising
 from osdp.training.errand import Errand
 from osdp.training.world import started
 
@@ -275,6 +278,32 @@ def test_every_distinct_stage_is_timed(name: str, monkeypatch: pytest.MonkeyPatc
         trace = next(trace for trace in traces if trace.signature == stage.signature)
         for seconds, stretches in ((stage.forward_seconds, trace.forward), (stage.backward_seconds, trace.backward)):
             assert len(seconds) == 2 and (min(seconds) > 0 or not stretches)
+
+
+def true_seconds(batch: int) -> float:
+    """A pass whose rate improves with the batch, as that of 16 blocks of 256 on a CPU."""
+    return 0.105 * batch + 0.25 * (1 - math.exp(-batch / 2.5))
+
+
+def timed_batches(longest_seconds: float) -> tuple[int, ...]:
+    passes = {batch: true_seconds(batch) for batch in (1, 2, 4)}
+    while following := larger_batch(passes, longest_seconds):
+        passes[following] = true_seconds(following)
+    return tuple(passes)
+
+
+def test_batches_grow_until_a_sample_takes_no_less() -> None:
+    assert timed_batches(math.inf) == (1, 2, 4, 8, 16, 32, 64)
+    assert timed_batches(1.5) == (1, 2, 4, 8)
+    assert larger_batch({1: 1.0, 2: 2.0, 4: 3.9}, math.inf) is None
+
+    def error(batches: tuple[int, ...], batch: int) -> float:
+        found = between(batches, tuple(map(true_seconds, batches)), batch)
+        return abs(found / true_seconds(batch) - 1)
+
+    assert error((1, 2, 4), 23) > 0.12
+    assert error(timed_batches(1.5), 23) < 0.06
+    assert error(timed_batches(math.inf), 23) < 0.01
 
 
 # ---- the command, on real ranks

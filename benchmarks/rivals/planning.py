@@ -38,18 +38,18 @@ class Planner:
     @staticmethod
     def measured(cell: Cell, world: World, *, seconds: float) -> Planner:
         source = source_of(cell.model, cell.shape)
-        batches = (1, 2, 4, 8)
-        wanted = Wanted(source, batches, "fp32", seconds, TIMEOUT_SECONDS, None, None, quiet=True)
+        wanted = Wanted(source, None, "fp32", seconds, TIMEOUT_SECONDS, None, None, quiet=True)
         graph = by_rank_0(lambda: source.capture("fp32"))
         return Planner(graph, profile_in(world, wanted).cluster, Training.of("fp32", OPTIMIZER))
 
     def within(self, limit_bytes: int) -> Cluster:
         return replace(self.cluster, memory_bytes=limit_bytes, reserve_fraction=0.0)
 
-    def best(self, rules: Rules, limit_bytes: int) -> Plan:
+    def best(self, rules: Rules, limit_bytes: int, *, batch: int | None = None) -> Plan:
         """The planner's choice, batch and all; raises DoesNotFit on all ranks."""
         cluster = self.within(limit_bytes)
-        return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, search_seconds=SEARCH_SECONDS))
+        limits = {"batch": batch, "search_seconds": SEARCH_SECONDS}
+        return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, **limits))
 
     def freed(self, batch: int, recompute: str) -> Plan:
         """FSDP2's plan at a batch size."""

@@ -85,16 +85,24 @@ class Bench:
 
 def main() -> int:
     parser = ArgumentParser()
+    arguments(parser)
+    return on_ranks(parser.parse_args(), _measure)
+
+
+def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cell", required=True, help="JSON")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--profile-seconds", type=float, required=True)
     parser.add_argument("--rungs", action="store_true", help="try every power of two as a batch size")
     parser.add_argument("--without", default="[]", help="JSON: rivals that broke a run before")
-    args = parser.parse_args()
+
+
+def on_ranks(args: Namespace, measure: Callable[[Bench, Namespace], None]) -> int:
+    """Measures on all ranks of the cell."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     with started(timeout_seconds=TIMEOUT_SECONDS) as world:
-        _measure(Bench(Cell(**json.loads(args.cell)), world), args)
+        measure(Bench(Cell(**json.loads(args.cell)), world), args)
     return 0
 
 
@@ -118,7 +126,7 @@ def _measure(bench: Bench, args: Namespace) -> None:
     for rival in (_engine(planner), *rivals_for(cell.hosts, cell.ranks_per_host)):
         if rival.name not in without:
             _compete(bench, rival, limit, args.rungs, job, chosen)
-    _rounds(bench, chosen, args.rounds)
+    time_in_rounds(bench, chosen, args.rounds)
 
 
 def _alone(bench: Bench, job: Callable[..., Job], chosen: dict[str, Build]) -> None:
@@ -127,7 +135,7 @@ def _alone(bench: Bench, job: Callable[..., Job], chosen: dict[str, Build]) -> N
     tried = [bench.attempt(batch, partial(alone, job(batch))) for batch in (2, 4, 8, 16)]
     fastest = max(tried, key=lambda attempt: attempt.rate)
     chosen[ALONE] = partial(alone, job(fastest.batch))
-    _tell_best(bench, ALONE, fastest, NONE, {})
+    tell_best(bench, ALONE, fastest, NONE, {})
 
 
 def _plan(
@@ -158,7 +166,7 @@ def _plan(
         return
     attempt = bench.attempt(plan.batch_size, build, limit)
     chosen[name] = build
-    _tell_best(bench, name, attempt, "by the plan", {}, plan=plan.to_dict())
+    tell_best(bench, name, attempt, "by the plan", {}, plan=plan.to_dict())
 
 
 def _engine(planner: Planner) -> Rival:
@@ -207,16 +215,14 @@ def _compete(
         bench.tell("none", rival=rival.name, why=f"fails: {type(error).__name__}: {str(error)[:300]}")
         return
     chosen[rival.name] = build
-    _tell_best(bench, rival.name, attempt, recompute, switches, gradients=rival.moves_gradients)
+    tell_best(bench, rival.name, attempt, recompute, switches, gradients=rival.moves_gradients)
 
 
 def _build(rival: Rival, job: Callable[..., Job], recompute: str, switches: dict[str, Any], batch: int) -> Trainer:
     return rival.build(job(batch, recompute, switches))
 
 
-def _tell_best(
-    bench: Bench, name: str, attempt: Attempt, recompute: str, switches: dict[str, Any], **more: Any
-) -> None:
+def tell_best(bench: Bench, name: str, attempt: Attempt, recompute: str, switches: dict[str, Any], **more: Any) -> None:
     bench.tell(
         "best",
         rival=name,
@@ -230,7 +236,7 @@ def _tell_best(
     )
 
 
-def _rounds(bench: Bench, chosen: dict[str, Build], rounds: int) -> None:
+def time_in_rounds(bench: Bench, chosen: dict[str, Build], rounds: int) -> None:
     """All of them are held and timed in turn, so that whatever else the machine does slows all alike."""
     gc.collect()
     bench.tell("begin", rival="rounds")

@@ -35,7 +35,10 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--model", metavar="MODEL", help="time its blocks too; see `osdp plan`")
     parser.add_argument("--seq-len", metavar="S", type=tokens, help="tokens in a sample (default: the model's own)")
     parser.add_argument(
-        "--batches", metavar="B,B,...", type=batches, default="1,2,4", help="samples of a rank (default: %(default)s)"
+        "--batches",
+        metavar="B,B,...",
+        type=batches,
+        help="samples of a rank (default: 1, 2, 4 and on, until a sample takes no less)",
     )
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16, on CPUs fp32")
     parser.add_argument(

@@ -53,7 +53,8 @@ class TimedOptimizer:
 def between(batches: tuple[int, ...], seconds: tuple[float, ...], batch: int) -> float:
     """Seconds at a batch size: on the line between its neighbours, or on that of the last two beyond them.
 
-    More samples take no less: where noise says so, the longer time of fewer ones counts.
+    More samples take no less: where noise says so, the longer time of fewer ones counts. And beyond the largest that
+    was timed a sample takes no longer than there: the error of two times would grow with the distance.
     """
     if len(batches) == 1:
         return seconds[0] * batch / batches[0]
@@ -61,7 +62,8 @@ def between(batches: tuple[int, ...], seconds: tuple[float, ...], batch: int) ->
     upper = next((i for i, size in enumerate(batches) if size >= batch), len(batches) - 1)
     high, low = max(upper, 1), max(upper, 1) - 1
     slope = (rising[high] - rising[low]) / (batches[high] - batches[low])
-    return max(0.0, rising[low] + slope * (batch - batches[low]))
+    found = max(0.0, rising[low] + slope * (batch - batches[low]))
+    return min(found, rising[-1] * batch / batches[-1]) if batch > batches[-1] else found
 
 
 def at_least(batches: tuple[int, ...], seconds: tuple[float, ...], low: int, high: int) -> float:

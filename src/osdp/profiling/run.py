@@ -34,10 +34,13 @@ _SHARES = {"device": 0.1, "rounds": 0.9}
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to profile beside the cluster, and within which time; sizes that are None are torchrun's."""
+    """What to profile beside the cluster, and within which time; sizes that are None are torchrun's.
+
+    `batches` that are None are chosen: see [Note: Batches] in osdp.profiling.stages.
+    """
 
     source: ModelSource | None
-    batches: tuple[int, ...]
+    batches: tuple[int, ...] | None
     precision: str | None
     seconds: float
     timeout_seconds: float

@@ -22,7 +22,6 @@ from osdp.training.world import World, started
 from osdp.tuning.run import Tuned, Tuner, Wanted
 
 STAGE_SECONDS = 5.0
-BATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,6 @@ class _Run:
             return cluster
         bench = Bench(self.errand, budget_seconds=STAGE_SECONDS, shares={"stages": 1.0})
         bench.begin("stages", "timing the model's blocks")
-        stages = StageRounds(bench, self.source, graph, batches=BATCHES, memory_bytes=cluster.limit_bytes)
+        stages = StageRounds(bench, self.source, graph, memory_bytes=cluster.limit_bytes)
         Rounds(bench, [stages]).take_all()
         return replace(cluster, stages=(*cluster.stages, *stages.timed().stages))
