@@ -17,6 +17,7 @@ html_title = f"osdp {release}"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+autodoc_inherit_docstrings = False  # frameworks write theirs in another form
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True

@@ -32,7 +32,7 @@ QUESTIONS = (
         "What is the expected peak memory with my configuration?",
         FSDP,
         (MEMORY,),
-        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. `osdp verify` then runs the real runtime on fake"
+        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. `osdp verify` runs the real runtime on fake"
         " tensors and compares the peak.",
     ),
     Question(
@@ -123,9 +123,9 @@ def main() -> None:
     lines = [
         "# Fourteen questions, fourteen commands",
         "",
-        "The [proposal of a memory tracker for FSDP2](https://github.com/pytorch/pytorch/pull/125323) lists what people ask"
-        " before they train. Each is one command, on a laptop, without weights. All figures are predictions; outputs are"
-        " cut to the part that answers. `python docs/make_questions.py` writes this page.",
+        "The [proposal of a memory tracker for FSDP2](https://github.com/pytorch/pytorch/pull/125323) lists what people"
+        " ask before they train. Each is one command, on a laptop, without weights. Figures are predictions; outputs"
+        " are cut to the part that answers. `python docs/make_questions.py` writes it.",
     ]
     for number, question in enumerate(QUESTIONS, 1):
         print(f"{number}: {question.command}", file=sys.stderr)
