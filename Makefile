@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test lint bench bench-smoke
+.PHONY: help setup browser demo test lint docs bench bench-smoke
 
 BASE_PYTHON ?= python3
 VENV := .venv
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(BASE_PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[hf,lora,dev]'
+	@$(PIP) --no-build-isolation --editable '.[frameworks,docs,dev]'
 	@touch $@
 
 # The tests of the HTML report drive the distribution's Chromium. Where it is missing and cannot be installed, they are
@@ -46,6 +46,10 @@ lint: $(STAMP) ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyrefly check --summary=none
+
+docs: $(STAMP) ## the documentation as a site, in build/docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
 
 bench: $(STAMP) ## every benchmark, one after the other; those of the network need root
 	@$(PIP) --no-build-isolation --editable '.[bench,rivals]'

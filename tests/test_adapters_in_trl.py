@@ -75,7 +75,13 @@ def trained(plan: Plan, folder: Path, out: Path) -> tuple[dict[str, Tensor], dic
     arguments = trl.SFTConfig(
         **{"output_dir": str(out), "use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": RATE},
         **{"max_grad_norm": CLIP, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant"},
-        **{"weight_decay": 0.0, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch"},
+        **{
+            "weight_decay": 0.0,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "optim": "adamw_torch",
+        },
         **{"gradient_checkpointing": False, "logging_steps": 1, "max_length": LENGTH},
     )
     data = datasets.Dataset.from_list([{"input_ids": each["input_ids"].tolist()} for each in samples()])
@@ -96,7 +102,9 @@ def test_sft_with_lora_equals_our_own_loop_and_peft_reads_the_adapter(tmp_path: 
     assert all(torch.allclose(own[name], found[name], rtol=1e-5, atol=1e-6) for name in own)
     moved = {name for name in own if not torch.equal(own[name], before[name])}
     assert moved == {name for name in own if "lora_" in name}
-    assert (tmp_path / "out" / "adapter_config.json").is_file() and not (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "adapter_config.json").is_file() and not (
+        tmp_path / "out" / "model.safetensors"
+    ).exists()
     base = type(tiny("llama").build_on_meta()).from_pretrained(tmp_path / "base")
     again = peft.PeftModel.from_pretrained(base, tmp_path / "out")
     assert all(torch.equal(parameter, found[name]) for name, parameter in again.named_parameters())

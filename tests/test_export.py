@@ -192,7 +192,8 @@ def by_torchtitan(plan: Plan, text: str) -> tuple[list[float], list[float]]:
     def losses(shard: Callable[[nn.Module], nn.Module]) -> list[float]:
         torch.manual_seed(2)
         model = titan()
-        model.init_weights(torch.device("cpu"))
+        with torch.no_grad():
+            model.init_weights(torch.device("cpu"))
         model = shard(model)
         optimizer = adamw(model)
         found = []

@@ -1,4 +1,4 @@
-"""ORG/NAME is a model of the Hub: its config.json is read from the local cache; without a network, a sentence says so."""
+"""ORG/NAME is a model of the Hub: its config.json is read from the cache; without a network, a sentence says so."""
 
 from __future__ import annotations
 

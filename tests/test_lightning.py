@@ -1,4 +1,4 @@
-"""A plan in Lightning's ModelParallelStrategy: the weights of our own loop, with `gradient_clip_val` and accumulation."""
+"""A plan in Lightning's ModelParallelStrategy: our own loop's weights, with `gradient_clip_val` and accumulation."""
 
 from __future__ import annotations
 

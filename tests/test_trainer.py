@@ -95,11 +95,6 @@ def accelerated(plan: Plan, folder: Path, out: Path) -> dict[str, bool]:
     }
 
 
-def test_accelerate_trains_a_plan_as_our_own_loop_does(folder: Path, tmp_path: Path) -> None:
-    for found in run_ranks(RANKS, accelerated, mixed_plan(), folder, tmp_path / "state", timeout_seconds=250):
-        assert all(found.values()), found
-
-
 # Trainer
 
 
@@ -150,12 +145,29 @@ def trained(plan: Plan, folder: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def test_trainer_trains_evaluates_saves_resumes_and_generates(folder: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(RANKS, trained, mixed_plan(), folder, tmp_path, timeout_seconds=280)
+# Both in one start of ranks: importing the packages is most of the time
+
+
+def both(plan: Plan, folder: Path, out: Path) -> tuple[dict[str, bool], dict[str, Any]]:
+    return accelerated(plan, folder, out / "state"), trained(plan, folder, out)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[tuple[dict[str, bool], dict[str, Any]]]:
+    return run_ranks(RANKS, both, mixed_plan(), folder, folder / "run", timeout_seconds=280)
+
+
+def test_accelerate_trains_a_plan_as_our_own_loop_does(found: Any) -> None:
+    for accelerate, _ in found:
+        assert all(accelerate.values()), accelerate
+
+
+def test_trainer_trains_evaluates_saves_resumes_and_generates(found: Any, folder: Path) -> None:
+    (_, first), (_, second) = found
     assert first["trained"] and second["trained"] and first["resumed"] and second["resumed"]
     own, logged = first["losses"]
     assert logged == pytest.approx(own, abs=1e-5) and first["evaluated"] < own[0] - 0.1  # it has seen these samples
-    saved = type(tiny("llama").build()).from_pretrained(tmp_path / "final").eval()
+    saved = type(tiny("llama").build()).from_pretrained(folder / "run" / "final").eval()
     batch = {key: torch.stack([each[key] for each in samples()[:8]]) for key in ("input_ids", "labels")}
     with torch.no_grad():
         assert first["evaluated"] == second["evaluated"] == pytest.approx(saved(**batch).loss.item(), abs=1e-5)

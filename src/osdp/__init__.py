@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
     from osdp.runtime.clip import clip_grad_norm_
     from osdp.runtime.initialize import initialize
-    from osdp.runtime.weights import load_pretrained, save_pretrained
+    from osdp.runtime.weights import load_pretrained
+    from osdp.runtime.weights_out import save_pretrained
 
 __version__ = "0.2.0"
 
@@ -68,7 +69,7 @@ _HOME = {
     "parallelize": "osdp.runtime.apply",
     "plan": "osdp.api",
     "save_checkpoint": "osdp.runtime.checkpoint",
-    "save_pretrained": "osdp.runtime.weights",
+    "save_pretrained": "osdp.runtime.weights_out",
     "start": "osdp.accelerator",
 }
 

@@ -61,7 +61,9 @@ def degraded(plan: Plan, graph: ModelGraph, changes: Sequence[Change]) -> Degrad
             low, high, best = (middle, high, tried) if tried.fits else (low, middle, best)
         found = best
         if best.fits:
-            sentence = f"without that the micro-batch of {plan.batch_size} does not fit: it is {best.plan.batch_size} here"
+            sentence = (
+                f"without that the micro-batch of {plan.batch_size} does not fit: it is {best.plan.batch_size} here"
+            )
             found = replace(best, lost=(*best.lost, sentence))
     return found
 
@@ -101,7 +103,9 @@ def all_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
     if plan.accumulation == 1:
         return plan, None
     early = [unit for unit in plan.units if not unit.reduce_once]
-    said = f"a reduction in each micro-batch of {_units(len(early))}: whole gradients are held instead" if early else None
+    said = (
+        f"a reduction in each micro-batch of {_units(len(early))}: whole gradients are held instead" if early else None
+    )
     return _with(plan, [replace(unit, reduce_once=True) for unit in plan.units]), said
 
 
@@ -149,7 +153,11 @@ def blocks_in(mode: str) -> Change:
             for index, unit in enumerate(plan.units)
         ]
         changed = sum(own.mode != before.mode for own, before in zip(units, plan.units, strict=True))
-        said = f"a mode for each unit: all blocks are held as {mode}; {_units(changed)} differ from the plan" if changed else None
+        said = (
+            f"a mode for each unit: all blocks are held as {mode}; {_units(changed)} differ from the plan"
+            if changed
+            else None
+        )
         return _with(plan, units), said
 
     return change

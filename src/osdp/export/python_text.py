@@ -236,9 +236,7 @@ def parallelize_fn(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """
     if parallel_dims.world_size != {ranks} or parallel_dims.tp > 1 or parallel_dims.pp > 1 or parallel_dims.cp > 1:
         raise ValueError("the plan is for {ranks} ranks of data parallelism and nothing else")
-    from torchtitan.tools.utils import device_type
-
-    return parallelize(model, device_type)
+    return parallelize(model)
 '''
 
 

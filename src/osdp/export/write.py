@@ -1,4 +1,4 @@
-"""The texts: plain FSDP2, what wraps it for Lightning and torchtitan, and the settings of transformers and Accelerate."""
+"""The texts: plain FSDP2, with what Lightning and torchtitan need, and settings of transformers and Accelerate."""
 
 from __future__ import annotations
 

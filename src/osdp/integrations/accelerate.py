@@ -54,22 +54,24 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(model, on_this_rank=self.is_main_process)
 
-    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         with self._without_planned() as planned:
-            location = super().save_state(output_dir, **kwargs)
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
         for name, (model, optimizer) in planned.items():
             save_checkpoint(Path(location) / FOLDER / name, model, optimizer, step=self.step, keep=1)
         return location
 
-    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         with self._without_planned() as planned:
             if planned and input_dir is None:
                 raise UsageError("load_state needs the folder that save_state returned; give it as input_dir")
-            super().load_state(input_dir, **kwargs)
+            super().load_state(input_dir, load_kwargs, **kwargs)
         for name, (model, optimizer) in planned.items():
             folder = Path(os.fspath(input_dir or "")) / FOLDER / name
             if load_checkpoint(folder, model, optimizer) is None:
-                raise UsageError(f"{folder} holds no checkpoint; give a folder that this Accelerator's save_state wrote")
+                raise UsageError(
+                    f"{folder} holds no checkpoint; give a folder that this Accelerator's save_state wrote"
+                )
 
     @contextlib.contextmanager
     def _without_planned(self) -> Iterator[dict[str, tuple[nn.Module, Any]]]:

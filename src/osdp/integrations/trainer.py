@@ -21,7 +21,8 @@ from osdp.errors import UsageError
 from osdp.integrations.accelerate import FOLDER, adopt
 from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
 from osdp.runtime.planned import own_optimizer, runs_a_plan
-from osdp.runtime.weights import load_pretrained, save_pretrained
+from osdp.runtime.weights import load_pretrained
+from osdp.runtime.weights_out import save_pretrained
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -35,6 +36,10 @@ ARGUMENTS = "training_args.bin"
 class TrainerMixin(_Trainer):
     """See the head of this file."""
 
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         adopt(self.accelerator)
@@ -47,7 +52,9 @@ class TrainerMixin(_Trainer):
         return model if runs_a_plan(model) else super()._wrap_model(model, training, dataloader)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False if runs_a_plan(model) else super()._has_mixed_mesh_grads(model)  # the accelerator knows how to clip
+        return (
+            False if runs_a_plan(model) else super()._has_mixed_mesh_grads(model)
+        )  # the accelerator knows how to clip
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not runs_a_plan(self.model):
@@ -83,7 +90,9 @@ class TrainerMixin(_Trainer):
         elif checkpoint is not None:
             folder = Path(checkpoint)
             if load_checkpoint(folder / FOLDER, self.model, own_optimizer(self.model, [self.optimizer])) is None:
-                raise UsageError(f"{folder} holds weights and no optimizer; load the weights, and train without resuming")
+                raise UsageError(
+                    f"{folder} holds weights and no optimizer; load the weights, and train without resuming"
+                )
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def _load_best_model(self) -> None:

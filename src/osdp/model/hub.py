@@ -20,8 +20,8 @@ def config_of(spec: str) -> Path:
     """The config.json of a model on the Hub, in the local cache."""
     try:
         from huggingface_hub import constants, get_session, hf_hub_download
-        from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError
         from huggingface_hub.errors import EntryNotFoundError as NoFile
+        from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError
         from huggingface_hub.errors import RepositoryNotFoundError as NoModel
     except ImportError:
         raise UsageError(f"{spec} needs huggingface_hub: pip install osdp-torch[hf]") from None

@@ -153,7 +153,9 @@ def _say_what_to_use(model: nn.Module) -> None:
     """What plain models are asked for and a sharded one cannot give, said with its remedy."""
 
     def no_copy(memo: object) -> NoReturn:
-        raise UsageError("a model that runs a plan cannot be copied; for an average of its weights use osdp.MovingAverage")
+        raise UsageError(
+            "a model that runs a plan cannot be copied; for an average of its weights use osdp.MovingAverage"
+        )
 
     def no_save(*args: object, **kwargs: object) -> NoReturn:
         raise UsageError("a rank has only its shards; call osdp.save_pretrained(model, folder) on every rank instead")

@@ -13,7 +13,7 @@ from osdp._torch.fsdp import FSDPModule
 from osdp.errors import UsageError
 from osdp.runtime.apply import applied_to
 from osdp.runtime.split import held_parameters
-from osdp.runtime.weights import gathered
+from osdp.runtime.weights_out import gathered
 
 
 def runs_a_plan(model: object) -> bool:
@@ -61,6 +61,8 @@ def whole_state_dict(model: nn.Module, *, on_this_rank: bool) -> dict[str, Tenso
         if on_this_rank:
             found[name] = whole
     if on_this_rank:
-        plain = {name: buffer.cpu() for name, buffer in model.state_dict().items() if name in dict(model.named_buffers())}
+        plain = {
+            name: buffer.cpu() for name, buffer in model.state_dict().items() if name in dict(model.named_buffers())
+        }
         found |= plain
     return found

@@ -1,6 +1,6 @@
 """Writes safetensors files tensor by tensor: the library's own writer needs all tensors of a file at once.
 
-The format: the header's length in 8 bytes, the header in JSON (for each tensor its dtype, shape and place), the tensors.
+The format: the header's length in 8 bytes, the header in JSON (each tensor's dtype, shape and place), the tensors.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StreamWriter:
         entry = self._left.pop()
         data = tensor.to(entry.dtype).contiguous().reshape(-1).view(torch.uint8)
         assert entry.name == name and data.numel() == entry.size
-        self._file.write(memoryview(data.numpy()))
+        data.numpy().tofile(self._file)
         if self.is_complete:
             self.close()
 

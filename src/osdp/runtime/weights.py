@@ -9,10 +9,9 @@ appends it to the file, whose header was written first: all sizes are known befo
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,23 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from osdp.errors import OsdpError, UsageError
+from osdp.errors import UsageError
 from osdp.files import read_json
 from osdp.runtime.apply import template_of
 from osdp.runtime.checkpoint import Ranks
-from osdp.runtime.checkpoint_states import States
 from osdp.runtime.initialize import initialize
-from osdp.runtime.safetensors_files import Entry, StreamWriter, shard_names
-from osdp.runtime.scalars import scalar_names
 from osdp.runtime.split import JoinedTensor, held_parameters, parts_of
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # of a file, as transformers has it
-
-
-# ---- in
 
 
 @torch.no_grad()
@@ -64,7 +55,7 @@ def load_pretrained(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # what is gathered would be stale
-    held = _targets(model)
+    held = targets_of(model)
 
     def read() -> None:
         with _Reader(source) as reader:
@@ -154,7 +145,7 @@ class _Given:
 
 def _matched(model: nn.Module, source: _Source, strict: bool) -> _Given:
     """Which key is whose; refuses what is missing, unknown or of another shape before anything is changed."""
-    targets, aliases = _targets(model), _aliases(model)
+    targets, aliases = targets_of(model), _aliases(model)
     direct: dict[str, str] = {}
     others: list[str] = []
     for key in source.files:
@@ -186,7 +177,7 @@ def _matched(model: nn.Module, source: _Source, strict: bool) -> _Given:
         )
     with _Reader(source) as reader:
         for name, key in direct.items():
-            found, wanted = tuple(reader.slice(key).get_shape()), _shape(*targets[name])
+            found, wanted = tuple(reader.slice(key).get_shape()), shape_of(*targets[name])
             if found != wanted and (_numel(found) != 1 or _numel(wanted) != 1):
                 raise UsageError(
                     f"{name} is {list(found)} in {source.folder} and {list(wanted)} in the model; give its weights"
@@ -215,7 +206,7 @@ def _numel(shape: Sequence[int]) -> int:
 Held = tuple[Sequence[Tensor], int]
 
 
-def _targets(model: nn.Module) -> dict[str, Held]:
+def targets_of(model: nn.Module) -> dict[str, Held]:
     """All that is loaded and saved, by its name in the plain model: what holds it, one tensor for each slice."""
     buffers: dict[str, Held] = {
         f"{prefix}.{key}" if prefix else key: ((buffer,), 0)
@@ -235,7 +226,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: to for name, to in found.items() if name != to}
 
 
-def _shape(tensors: Sequence[Tensor], dim: int) -> tuple[int, ...]:
+def shape_of(tensors: Sequence[Tensor], dim: int) -> tuple[int, ...]:
     sizes = list(tensors[0].shape)
     if len(tensors) > 1:
         sizes[dim] = sum(tensor.shape[dim] for tensor in tensors)
@@ -262,7 +253,7 @@ def _read_boxes(reader: _Reader, key: str, name: str, tensors: Sequence[Tensor],
 
 
 def _copy_whole(whole: Tensor, name: str, tensors: Sequence[Tensor], dim: int) -> None:
-    shape = _shape(tensors, dim)
+    shape = shape_of(tensors, dim)
     if tuple(whole.shape) != shape and (whole.numel() != 1 or _numel(shape) != 1):
         raise UsageError(f"{name} is {list(whole.shape)} in the files and {list(shape)} in the model; give its weights")
     if not shape:
@@ -285,136 +276,3 @@ def _init_of_the_rest(model: nn.Module, given: set[str]) -> Callable[[nn.Module]
         if any(True for _ in module.buffers()) or any(aliases.get(name, name) not in given for name in names):
             rest.add(module)
     return lambda module: own(module) if module in rest else None
-
-
-# ---- out
-
-
-@torch.no_grad()
-def save_pretrained(
-    model: nn.Module,
-    folder: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Writes a model's weights as safetensors that `from_pretrained` reads, with its configuration if it has one.
-
-    Call it on every rank; see [Note: Weights in parts]. `dtype` casts, `shard_bytes` is the most that one file holds.
-    Of a model with adapters (peft), the adapters alone are written, as peft reads them.
-    """
-    ranks = Ranks.all()
-    ranks.agree(lambda: bool(States(model, None)), lambda _: [None] * ranks.size)
-    targets, names = _written(model)
-    scalars = scalar_names(model)
-    entries = [
-        Entry(names[name], () if name in scalars else _shape(*held), dtype or held[0][0].dtype)
-        for name, held in targets.items()
-    ]
-    one_file = "adapter_model.safetensors" if hasattr(model, "peft_config") else ONE_FILE
-    opened: list[_Writer] = []
-
-    def begin(_: object) -> list[None]:
-        opened.append(_Writer(Path(folder), entries, one_file, shard_bytes))
-        return [None] * ranks.size
-
-    ranks.agree(lambda: None, begin)
-    failed: OsdpError | None = None
-    for name, held in targets.items():
-        whole = gathered(*held, dtype)
-        if failed is not None:
-            continue  # the other ranks gather with this one, whatever becomes of its file
-        try:
-            for writer in opened:
-                writer.write(names[name], whole)
-        except OSError as error:
-            failed = OsdpError(f"cannot write {folder}: {error.strerror or error}; make room, and save again")
-
-    def finish(_: object) -> list[None]:
-        (writer,) = opened
-        if failed is not None:
-            writer.give_up()
-            raise failed
-        writer.finish()
-        _write_config(model, Path(folder), dtype)
-        return [None] * ranks.size
-
-    ranks.agree(lambda: None, finish)
-
-
-def _written(model: nn.Module) -> tuple[dict[str, Held], dict[str, str]]:
-    """What is written, and under which names."""
-    targets = _targets(model)
-    if not hasattr(model, "peft_config"):
-        return targets, {name: name for name in targets}
-    from osdp.integrations.hf_conversion import adapter_names
-
-    names = adapter_names(model, list(targets))
-    return {name: targets[name] for name in names}, names
-
-
-def gathered(tensors: Sequence[Tensor], dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A parameter as it is in the plain model, on the CPU: a collective for each slice that is sharded."""
-    found = []
-    for tensor in tensors:
-        cast = tensor.detach() if dtype is None or not tensor.is_floating_point() else tensor.detach().to(dtype)
-        found.append((cast.full_tensor() if isinstance(cast, DTensor) else cast).cpu())
-    return found[0] if len(found) == 1 else torch.cat(found, dim)
-
-
-class _Writer:
-    """The files of a folder on rank 0, in the order in which parameters come; all are there in the end, or none."""
-
-    def __init__(self, folder: Path, entries: Sequence[Entry], one_file: str, shard_bytes: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._one_file = folder, one_file
-        self._shards = shard_names(entries, one_file, shard_bytes)
-        self._files = self._each()
-        self._now: StreamWriter | None = None
-
-    def _each(self) -> Iterator[StreamWriter]:
-        for name, entries in self._shards.items():
-            yield StreamWriter(self._folder / f"{name}.partial", entries)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        if self._now is None or self._now.is_complete:
-            self._now = next(self._files)
-        self._now.write(name, tensor)
-
-    def finish(self) -> None:
-        """Puts the files in place, removes those of an earlier save, and writes the index last."""
-        old = self._folder.glob(f"{Path(self._one_file).stem}*.safetensors")
-        for path in [*old, self._folder / f"{self._one_file}.index.json"]:
-            path.unlink(missing_ok=True)
-        for name in self._shards:
-            os.replace(self._folder / f"{name}.partial", self._folder / name)
-        if len(self._shards) > 1:
-            total = sum(entry.size for entries in self._shards.values() for entry in entries)
-            files = {entry.name: name for name, entries in self._shards.items() for entry in entries}
-            index = {"metadata": {"total_size": total}, "weight_map": files}
-            (self._folder / f"{self._one_file}.index.json").write_text(json.dumps(index, indent=2))
-
-    def give_up(self) -> None:
-        if self._now is not None:
-            self._now.close()
-        for name in self._shards:
-            (self._folder / f"{name}.partial").unlink(missing_ok=True)
-
-
-def _write_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """What transformers or peft reads beside the weights."""
-    for adapter in getattr(model, "peft_config", {}).values():
-        adapter.save_pretrained(folder)
-        return
-    config = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
-        return
-    own = next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
-    held = next(model.parameters()).dtype
-    before = config.architectures, getattr(config, "dtype", None)
-    config.architectures, config.dtype = [own.__name__], dtype or held
-    config.save_pretrained(folder)
-    config.architectures, config.dtype = before
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)

@@ -1,0 +1,156 @@
+"""Writes questions.md: 14 questions people ask before they train, each with one command and what it prints.
+
+python docs/make_questions.py        # some minutes; needs osdp, no accelerator
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LLAMA = "osdp plan llama3-8b --cluster 2x8xA100-40GB"
+FSDP = "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 4 --modes free --no-split --no-recompute"
+
+MEMORY, COMPARED, RATE = "Memory of each device", "Compared with", None
+
+
+@dataclass(frozen=True)
+class Question:
+    """`sections` are the parts of the page that answer it: the first one, or those with these headings."""
+
+    text: str
+    command: str
+    sections: tuple[str | None, ...]
+    answer: str
+
+
+QUESTIONS = (
+    Question(
+        "What is the expected peak memory with my configuration?",
+        FSDP,
+        (MEMORY,),
+        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. `osdp verify` runs the real runtime on fake"
+        " tensors and compares the peak.",
+    ),
+    Question(
+        "If I change my wrapping, what does that do to the peak?",
+        FSDP.replace(" --no-split", ""),
+        (MEMORY,),
+        "What is gathered together is part of the plan. The same with blocks gathered by operators, and operators"
+        " in slices, where that helps:",
+    ),
+    Question(
+        "What is the best batch size?",
+        "osdp plan gpt2-xl --cluster 8xRTX-3090",
+        (RATE,),
+        "Leave it out: the plan is the fastest over all micro-batches.",
+    ),
+    Question(
+        "What is the longest sequence that fits?",
+        f"{LLAMA} --seq-len 16384 --batch 1",
+        (RATE, MEMORY),
+        "Ask for a length. If it does not fit, the exit code is 3, and the page says by how much and what would help.",
+    ),
+    Question(
+        "What does the number of devices do to the peak?",
+        f"{LLAMA.replace('2x8', '1x8')} --batch 1",
+        (RATE, MEMORY),
+        "Plan for another cluster: half of the devices of question 4.",
+    ),
+    Question(
+        "How much memory do I save with the optimizer on the CPU?",
+        "osdp plan llama3-8b --cluster 4xA100-40GB --batch 1 --memory 20GiB",
+        (RATE, "Any of these", "What would"),
+        "Where nothing fits, the page lists what single changes would reach, offloaded states among them (an estimate:"
+        " osdp does not offload).",
+    ),
+    Question(
+        "Which activation checkpointing should I use?",
+        "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8",
+        ("Plan",),
+        "The plan decides it block by block; here at a micro-batch of 8.",
+    ),
+    Question(
+        "How do checkpointing policies compare?",
+        "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8",
+        (COMPARED,),
+        "Every usual way is priced with all blocks recomputed, and with none.",
+    ),
+    Question(
+        "What if I checkpoint some blocks only?",
+        "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8 --no-recompute",
+        (RATE, MEMORY),
+        "That is what question 7 does. Without any recompute, the same batch:",
+    ),
+    Question(
+        "What does reducing gradients in fp32 cost?",
+        f"{FSDP} --reduce-dtype bf16",
+        (MEMORY,),
+        "fp32 is what question 1 has; in bf16:",
+    ),
+    Question(
+        "What does another precision do to the peak?",
+        f"{FSDP} --precision pure-bf16",
+        (MEMORY,),
+        "Parameters and states in bf16 too, beside question 1:",
+    ),
+    Question(
+        "When does HSDP make sense?",
+        f"{LLAMA} --batch 1",
+        (COMPARED,),
+        "When it is the fastest row; the plan may also take it for some units only (`free_in_node`, `keep_in_node`).",
+    ),
+    Question(
+        "Can I reshard to a smaller mesh after forward?",
+        f"{LLAMA} --batch 1 --modes free_to_node --no-split",
+        (RATE, MEMORY),
+        "`free_to_node` is FSDP2's `reshard_after_forward=8` on nodes of 8, here for every unit.",
+    ),
+    Question(
+        "Can I leave parameters gathered after forward?",
+        f"{LLAMA} --batch 1 --modes keep --no-split",
+        (RATE, MEMORY),
+        "`keep` is `reshard_after_forward=False`, here for every unit. Mixed with `free` it may fit where"
+        " it does not alone: then leave `--modes` out.",
+    ),
+)
+
+
+def main() -> None:
+    lines = [
+        "# Fourteen questions, fourteen commands",
+        "",
+        "The [proposal of a memory tracker for FSDP2](https://github.com/pytorch/pytorch/pull/125323) lists what people"
+        " ask before they train. Each is one command, on a laptop, without weights. Figures are predictions; outputs"
+        " are cut to the part that answers. `python docs/make_questions.py` writes it.",
+    ]
+    for number, question in enumerate(QUESTIONS, 1):
+        print(f"{number}: {question.command}", file=sys.stderr)
+        page = shown(run(question.command), question.sections)
+        lines += ["", f"## {number}. {question.text}", "", question.answer, "", "```console", f"$ {question.command}"]
+        lines += [*page, "```"]
+    Path(__file__).with_name("questions.md").write_text("\n".join(lines) + "\n")
+
+
+def run(command: str) -> str:
+    arguments = [sys.executable, "-m", "osdp", *command.split()[1:]]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    return done.stdout + "".join(line for line in done.stderr.splitlines(True) if not line.startswith("\r"))
+
+
+def shown(page: str, sections: tuple[str | None, ...]) -> list[str]:
+    """Sections are parted by empty lines; the first two are the model and the rate."""
+    parts = re.split(r"\n\s*\n", page.strip("\n"))
+    found = []
+    for section in sections:
+        chosen = parts[:2] if section is None else [part for part in parts if part.startswith(section)]
+        for part in chosen:
+            found += [*part.rstrip().splitlines(), ""]
+    return found[:-1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The documentation builds without a warning, and its Python is Python: names and keywords of osdp's are real.
+
+Blocks that need no ranks and no weights are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import osdp
+from osdp.model.gpt import GPT, GPTConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def uses(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """What a block names of osdp, with the keywords of calls."""
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("osdp."):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", []
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"osdp\.\w+(\.\w+)?", dotted(node)):
+            call = calls.get(id(node))
+            yield dotted(node), [k.arg for k in call.keywords if k.arg] if call else []
+
+
+def looked_up(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    if (name.startswith("osdp.") and name.count(".") == 1) or module == "osdp.Plan":
+        owner: object = osdp.Plan if module == "osdp.Plan" else osdp
+    else:
+        owner = __import__(module, fromlist=[attribute])
+    return getattr(owner, attribute)
+
+
+def test_every_page_has_real_python() -> None:
+    seen = 0
+    for page in PAGES:
+        for block in blocks(page):
+            for name, keywords in uses(ast.parse(block)):
+                value = looked_up(name)
+                seen += 1
+                if keywords and callable(value):
+                    parameters = inspect.signature(value).parameters
+                    assert set(keywords) <= set(parameters), f"{page.name}: {name} has no {keywords}"
+    assert seen > 40
+
+
+def test_the_blocks_that_make_a_plan_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tutorial = next(block for block in blocks(ROOT / "docs/tutorial.md") if "def build()" in block)
+    space: dict[str, object] = {}
+    exec(tutorial, space)
+    model, inputs = space["build"]()  # type: ignore[operator]
+    assert model(*inputs).ndim == 0
+    planning = next(block for block in blocks(ROOT / "README.md") if "osdp.plan(" in block)
+    with torch.device("meta"):
+        small = GPT(GPTConfig(vocab_size=256, positions=16, layers=(2,), widths=(64,)))
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    exec(planning, {"model": small, "tokens": tokens, "targets": tokens.clone()})
+    assert osdp.Plan.load(tmp_path / "plan.json").global_batch == 256
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        "html",
+        str(ROOT / "docs"),
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "Fourteen questions" in index and (tmp_path / "reference/python.html").is_file()
+    assert "load_pretrained" in (tmp_path / "reference/python.html").read_text(encoding="utf-8")

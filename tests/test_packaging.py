@@ -1,0 +1,81 @@
+"""What is released is whole: wheel and source distribution build without a network, have the data files and the
+metadata, and the command of the installed wheel answers."""
+
+from __future__ import annotations
+
+import email
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import osdp
+
+ROOT = Path(__file__).parents[1]
+DATA = ("osdp/py.typed", "osdp/cluster/devices.toml", "osdp/model/presets.toml", "osdp/training/text/")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source") / "osdp"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    names = files.stdout.split("\0") if files.returncode == 0 else [str(p.relative_to(ROOT)) for p in ROOT.rglob("*")]
+    for name in names:  # a copy: building writes beside the sources
+        if name.startswith(("src/", "README", "LICENSE", "pyproject")) and (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_and_sdist_hold_the_package_and_its_data(built: tuple[Path, Path]) -> None:
+    wheel, sdist = built
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    assert modules <= set(names)
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{name}" for name in modules} <= inside and {"README.md", "LICENSE", "pyproject.toml"} <= inside
+    for data in DATA:
+        assert any(name.startswith(data) for name in names) and any(name.startswith(f"src/{data}") for name in inside)
+    assert not any(name.startswith(("tests/", "benchmarks/", "docs/")) for name in names)
+
+
+def test_the_metadata_says_what_the_package_is(built: tuple[Path, Path]) -> None:
+    archive = zipfile.ZipFile(built[0])
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_string(archive.read(name).decode())
+    assert metadata["Name"] == "osdp-torch" and metadata["Version"] == osdp.__version__ == "0.2.0"
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
+    needs = metadata.get_all("Requires-Dist")
+    assert "torch<2.14,>=2.13" in needs and any("accelerate" in each and "extra" in each for each in needs)
+    assert {"hf", "accelerate", "trl", "lightning", "torchtitan"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata.get_payload().startswith("# osdp")
+
+
+def test_the_installed_command_answers(built: tuple[Path, Path], tmp_path: Path) -> None:
+    target = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
+    done = subprocess.run([*pip, str(built[0])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    for arguments in (["--help"], ["models"], ["export", "--help"]):
+        ran = subprocess.run(
+            [sys.executable, str(target / "bin" / "osdp"), *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0 and "osdp" in ran.stdout + "osdp models" * (arguments == ["models"]), ran.stderr
+    where = [sys.executable, "-c", "import osdp; print(osdp.__file__, osdp.__version__)"]
+    found = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout.split()
+    assert found == [str(target / "osdp" / "__init__.py"), osdp.__version__]
