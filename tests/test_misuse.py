@@ -29,7 +29,6 @@ from osdp.cost.units import OPERATORS
 from osdp.errors import UsageError
 from osdp.model.source import load_model
 from osdp.planfile import Plan
-from osdp.runtime.initialize import take_weights
 from osdp.runtime.misuse import BatchWatch
 
 
@@ -142,8 +141,7 @@ def test_torchs_own_clipping_works_on_mixed_meshes() -> None:
 def from_folder(folder: str, plan: Plan) -> dict[str, Tensor]:
     source = load_model(folder)
     assert source.pretrained is not None
-    model = osdp.initialize(osdp.parallelize(source.build_on_meta(), plan))
-    take_weights(model, source.pretrained)
+    model = osdp.load_pretrained(osdp.parallelize(source.build_on_meta(), plan), source.pretrained)
     return {**whole_parameters(model), **dict(model.named_buffers())}
 
 
@@ -161,5 +159,5 @@ def test_a_folder_with_weights_begins_with_them(tmp_path: Path) -> None:
             assert torch.equal(found[key], tensor), key
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
     assert source.pretrained is not None
-    with pytest.raises(UsageError, match="its weights cannot be read"):
-        source.pretrained()
+    with pytest.raises(UsageError, match=r"model.safetensors is no safetensors file .*; download it again"):
+        osdp.load_pretrained(source.build_on_meta(), source.pretrained)

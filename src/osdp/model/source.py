@@ -74,7 +74,7 @@ class ModelSource:
     `build` constructs the module, in float32, on whatever device is current; `inputs(batch_size)` gives the
     arguments of one forward as meta tensors; `loss` maps the forward's output to a scalar. `seq_len` and
     `sample_tokens` (all tokens of a sample, encoder's and decoder's) are None where a sample is not text. `pretrained`
-    builds the module with the weights that are stored beside its configuration; None where there are none.
+    is the folder in which weights are stored beside its configuration; None where there are none.
     """
 
     name: str
@@ -85,7 +85,7 @@ class ModelSource:
     sample_tokens: int | None
     published_parameters: int | None
     description: str
-    pretrained: Callable[[], nn.Module] | None = None
+    pretrained: Path | None = None
 
     def build_on_meta(self) -> nn.Module:
         """The module with every tensor on the meta device: it has shapes and takes no memory."""
@@ -199,7 +199,7 @@ def _from_hf_file(path: Path, seq_len: int | None) -> ModelSource:
     source = _from_hf(name, fields, seq_len, f"{fields['model_type']} of {file}")
     if not path.is_dir() or not any((path / stored).exists() for stored in WEIGHTS):
         return source
-    return replace(source, pretrained=partial(_hf_pretrained, name, fields, path))
+    return replace(source, pretrained=path)
 
 
 def _check_sizes(value: Any, file: Path, key: str = "") -> None:
@@ -262,28 +262,6 @@ def _hf_build(name: str, architecture: Any, config: Any) -> nn.Module:
             if rate > 0:
                 raise UsageError(f"{name}: {path} skips layers at random, layerdrop {rate}; set it to 0")
             module.layerdrop = _NeverDropped()
-    return model
-
-
-def _hf_pretrained(name: str, fields: Mapping[str, Any], folder: Path) -> nn.Module:
-    import torch
-
-    config, architecture = _hf_config_and_class(name, fields)
-    try:
-        model, told = architecture.from_pretrained(
-            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # files that are cut short, or of another model, raise many types
-        raise UsageError(
-            f"{folder}: its weights cannot be read ({_first_line(error)}); restore them, or give its config.json to"
-            " begin with random weights"
-        ) from error
-    missing = sorted(told["missing_keys"])
-    if missing:
-        raise UsageError(
-            f"{folder}: its weights lack {len(missing)} tensors of {architecture.__name__}, such as {missing[0]};"
-            " give weights of this class, or its config.json to begin with random weights"
-        )
     return model
 
 

@@ -14,14 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from osdp.accelerator import own_device
 from osdp.errors import UsageError
 from osdp.model.structure import own_blocks
-from osdp.runtime.agree import by_rank_0
 from osdp.runtime.apply import template_of
 from osdp.runtime.split import SplitOperator, parts_of
 
@@ -71,26 +69,6 @@ def _own_draws(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
-
-
-@torch.no_grad()
-def take_weights(model: nn.Module, pretrained: Callable[[], nn.Module]) -> None:
-    """Gives a model that runs a plan, and has its memory, the weights of a plain one.
-
-    Rank 0 alone builds the plain one and sends it tensor by tensor: every rank keeps the part that it holds.
-    """
-    template = template_of(model)
-    plain: list[nn.Module] = []
-    by_rank_0(lambda: plain.append(pretrained()))
-    stored = plain[0].state_dict() if plain else {}
-    for name, tensor in template.state_dict().items():
-        value = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if plain:
-            value.copy_(stored[name].reshape(tensor.shape))
-        if dist.is_initialized():
-            dist.broadcast(value, src=0)
-        owner, _, key = name.rpartition(".")
-        _copy(model.get_submodule(owner), key, value)
 
 
 def _copy(owner: nn.Module, key: str, value: Tensor) -> None:

@@ -18,7 +18,6 @@ import osdp
 from osdp.errors import OsdpError, UsageError
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
-from osdp.runtime.initialize import take_weights
 from osdp.training.baddays import StopWish, Watchdog
 from osdp.training.data import Order, Windows
 from osdp.training.feed import Feed
@@ -99,7 +98,7 @@ class Trainer:
         self.memory = PeakMemory(world.device)
         self.model = _parallel(model, plan, world, settings.seed)
         if source.pretrained is not None:
-            take_weights(self.model, source.pretrained)
+            osdp.load_pretrained(self.model, source.pretrained)
         self.optimizer = make_optimizer(
             self.model, plan.optimizer, lr=settings.schedule.lr, weight_decay=settings.weight_decay
         )
