@@ -89,11 +89,13 @@ def test_the_command_writes_what_torch_reads(
 
 
 def test_training_writes_the_measured_trace_beside_the_predicted_one(tmp_path: Path) -> None:
-    folder = tmp_path / "traces"
-    command = [sys.executable, "-m", "osdp", "train", "gpt-tiny", "--steps", "2", "--seq-len", "16"]
-    more = ["--global-batch", "2", "--quiet", "--trace", str(folder)]
-    run = subprocess.run([*command, *more], capture_output=True, text=True)
+    folder, config = tmp_path / "traces", tmp_path / "run.toml"
+    config.write_text('model = "gpt-tiny"\nsteps = 2\nseq-len = 16\nglobal-batch = 2\nquiet = true\njson = true\n')
+    command = [sys.executable, "-m", "osdp", "train", "--config", str(config), "--trace", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    end = json.loads(run.stdout.splitlines()[-1])
+    assert (end["event"], end["steps"]) == ("end", 2)  # as the file says
     assert sorted(path.name for path in folder.iterdir()) == [
         "measured.trace.json",
         "predicted.memory.pickle",
