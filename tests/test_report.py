@@ -25,6 +25,18 @@ GIB = 1024**3
 MakeUnit = Callable[..., PlanUnit]
 
 
+def test_the_page_says_what_was_assumed_and_what_is_not_trained(plan: Plan) -> None:
+    more = {"assumptions": ("masks hide nothing",), "unused": ("a.w", "b.w", "c.w", "d.w"), "trained": 480}
+    said, silent = io.StringIO(), io.StringIO()
+    print_plan(plan_page(replace(plan, model=replace(plan.model, **more))), console(said))
+    print_plan(plan_page(plan), console(silent))
+    text = " ".join(said.getvalue().split())
+    assert "480 of them trained" in text
+    assert "assumed in tracing: masks hide nothing" in text
+    assert "the loss does not depend on a.w, b.w, c.w and 1 more: held, and not trained" in text
+    assert not any(words in silent.getvalue() for words in ("trained", "assumed", "depend"))
+
+
 # ---- grouping
 
 
