@@ -38,6 +38,8 @@ def product_workspace(func: Any, args: Sequence[Any]) -> int:
     if name not in _PRODUCTS:
         return 0
     first = args[1] if name in ("addmm", "baddbmm") else args[0]
+    if first.itemsize != 2:
+        return 0
     rows, depth = first.shape[-2:]
     transposed = 2 * rows * depth if first.stride(-1) != 1 else 0
     return 1152 + 2 * _PANEL * depth + 4 * _PANEL * rows + transposed

@@ -124,9 +124,8 @@ class PartRecorder(Recorder):
         super()._freed(key, _)
 
     def _workspace(self, func: Any, args: Sequence[Any]) -> int:
-        if self._issued is not None or not args or getattr(args[0], "itemsize", 0) != 2:  # not in 16 bits on processors
-            return 0
-        return min(super()._workspace(func, args), WORKSPACE_BYTES)
+        on_processors = self._issued is None
+        return min(super()._workspace(func, args), WORKSPACE_BYTES) if on_processors else 0
 
     def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
         """Working space is there while the kernel runs, and only then."""
