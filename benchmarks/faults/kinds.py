@@ -155,7 +155,6 @@ def link_cut(number: int) -> Outcome:
     """Two hosts; the link of one is taken away while they train, without a word to either."""
     from benchmarks.cluster import SimulatedCluster
     from benchmarks.cluster.network import ClusterUnavailable
-
     from benchmarks.faults.cut import cut_while_training
 
     try:
