@@ -31,9 +31,9 @@ the sum of those before it. Both grow with the batch, which units' own bytes do 
 [Note: Left at the end]
 A unit none of whose inputs needs a gradient, such as an embedding, is left when backward has ended; so is a unit that
 no gradient reached at all. FSDP2 reduces that one too, with zeros that it makes then, as other ranks may have
-gradients. The result lives until the ranks have agreed that there is none; see [Note: Unused] in osdp.runtime.unused. Where a unit
-that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to hold until then:
-an upper bound, as a block's bytes may depend on the block alone.
+gradients. The result lives until the ranks have agreed that there is none; see [Note: Unused] in osdp.runtime.unused.
+Where a unit that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to
+hold until then: an upper bound, as a block's bytes may depend on the block alone.
 
 [Note: In place]
 A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
