@@ -5,9 +5,9 @@
 
 A rank of 2 to 4 is sent SIGKILL at a random moment of forward, backward, a save, planning or profiling, or SIGSTOP; the
 disk is full or the folder read-only; a file of the newest checkpoint is damaged, each in turn; two runs share a folder;
-a host's link is taken away (network namespaces: Linux and root). What must hold: ranks that live end with the right code
-within the time-out, without a traceback; the last checkpoint is whole, and a run that goes on from it has the losses of
-one that nothing happened to, bit for bit; no process is left.
+a host's link is taken away (network namespaces: Linux and root). What must hold: ranks that live end with the right
+code within the time-out, without a traceback; the last checkpoint is whole, and a run that goes on from it has the
+losses of one that nothing happened to, bit for bit; no process is left.
 
 Cases are appended to --out as they end, and those that it has are not run again.
 """

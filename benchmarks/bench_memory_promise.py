@@ -77,7 +77,9 @@ def tables(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Row]]:
         for loop in ("bare", "command")
         for precision in (*PRECISIONS, "all")
     ]
-    failed = [{"case": e["case"]["number"], "failed": e["error"].strip().splitlines()[-1]} for e in entries if e["error"]]
+    failed = [
+        {"case": e["case"]["number"], "failed": e["error"].strip().splitlines()[-1]} for e in entries if e["error"]
+    ]
     return {"memory promise": rows, **({"cases that failed": failed} if failed else {})}
 
 

@@ -49,7 +49,12 @@ class Job:
         self.processes = [self._start(rank, port) for rank in range(self.ranks)]
 
     def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+        world = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_WORLD_SIZE": self.ranks,
+        }
         variables = {**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
         if rank in self.faults:
             variables["OSDP_FAULT"] = json.dumps(self.faults[rank])

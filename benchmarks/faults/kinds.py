@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.faults.job import MODEL, Ended, Job
 
-STEPS, SAVE_EVERY, TIMEOUT_SECONDS = 10, 2, 20.0
+STEPS, SAVE_EVERY, TIMEOUT_SECONDS = 10, 2, 60
 WAIT_SECONDS = 400.0  # for a job on a machine that has other work
-LATE_SECONDS = 10.0  # beyond the time-out: what a process takes to end
+LATE_SECONDS = 10  # beyond the time-out: what a process takes to end
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,6 @@ def link_cut(number: int) -> Outcome:
     """Two hosts; the link of one is taken away while they train, without a word to either."""
     from benchmarks.cluster import SimulatedCluster
     from benchmarks.cluster.network import ClusterUnavailable
-
     from benchmarks.faults.cut import cut_while_training
 
     try:

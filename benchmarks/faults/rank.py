@@ -1,6 +1,7 @@
 """One rank of `osdp`, which kills or stops itself at a random moment of a phase.
 
-    OSDP_FAULT='{"phase": "backward", "number": 3, "seconds": 0.01, "signal": 9}' python -m benchmarks.faults.rank train ...
+    export OSDP_FAULT='{"phase": "backward", "number": 3, "seconds": 0.01, "signal": 9}'
+    python -m benchmarks.faults.rank train ...
 
 The clock starts where the phase is entered for the given time; the signal comes so many seconds later, in whatever the
 process then does.

@@ -1,4 +1,4 @@
-"""Random cases: a model, ranks, precision, optimizer, batch, accumulation, and how tight the limit is. No torch in here."""
+"""Random cases: a model, ranks, precision, optimizer, batch, accumulation, how tight the limit is. No torch in here."""
 
 from __future__ import annotations
 

@@ -109,7 +109,9 @@ def source_of(case: Case) -> ModelSource:
             file.write_text(json.dumps({"model_type": case.kind, **case.config}))
             return load_model(str(file), seq_len=None if case.kind == "vit" else case.seq_len)
     config, length = case.config, case.seq_len
-    sizes = GPTConfig(config["vocab"], length, (config["layers"],), (config["width"],), head_width=8, tied=config["tied"])
+    sizes = GPTConfig(
+        config["vocab"], length, (config["layers"],), (config["width"],), head_width=8, tied=config["tied"]
+    )
 
     def inputs(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tokens = torch.empty(batch, length, dtype=torch.long, device="meta")
@@ -203,6 +205,8 @@ def _by_command(case: Case, plan: Plan, world: World) -> int:
     steps = trainer.steps(0, StopWish())
     for _ in range(WARM_UP_STEPS):
         next(steps)
-    states = [value for state in trainer.optimizer.state.values() for value in state.values() if hasattr(value, "shape")]
+    states = [
+        value for state in trainer.optimizer.state.values() for value in state.values() if hasattr(value, "shape")
+    ]
     held = storage_bytes((*trainer.model.parameters(), *trainer.model.buffers(), *states))
     return held + min(peak_above_start(lambda: next(steps)) for _ in range(STEPS))

@@ -29,11 +29,11 @@ A split operator holds a slice's output beside the joined one, and in backward a
 the sum of those before it. Both grow with the batch, which units' own bytes do not.
 
 [Note: Left at the end]
-A unit none of whose inputs needs a gradient, such as an embedding, is left when backward has ended; so is a unit that no
-gradient reached at all. FSDP2 reduces that one too, with zeros that it makes then, as other ranks may have gradients.
-The result lives until the ranks have agreed that there is none; see [Note: Unused] in osdp.runtime.unused. Where a unit
-that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to hold until then:
-an upper bound, as a block's bytes may depend on the block alone.
+A unit none of whose inputs needs a gradient, such as an embedding, is left when backward has ended; so is a unit that
+no gradient reached at all. FSDP2 reduces that one too, with zeros that it makes then, as other ranks may have
+gradients. The result lives until the ranks have agreed that there is none; see [Note: Unused] in osdp.runtime.unused.
+Where a unit that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to
+hold until then: an upper bound, as a block's bytes may depend on the block alone.
 
 [Note: In place]
 A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
@@ -290,9 +290,7 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     return holds
 
 
-def _gathered_in_vain(
-    mode: str, sizes: Sizes, places: Places, training: Training, cluster: Cluster
-) -> list[Hold]:
+def _gathered_in_vain(mode: str, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
     """The gather of a unit that backward never reaches, issued by the one before it: FSDP2 frees it in the end."""
     issue, compute = places.issue_again, training.precision.compute_bytes
     if issue is None or not is_gathered_again(mode):
@@ -415,7 +413,5 @@ def _per_call(operator: Operator, part: int, outputs: int) -> Affine:
 
 def stepping_bytes(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> int:
     """Bytes that the optimizer needs for a unit only while it steps."""
-    held = sum(
-        count * sum(_used(unit.sizes(mode, cluster, option.slices), places)) for mode, count in option.held
-    )
+    held = sum(count * sum(_used(unit.sizes(mode, cluster, option.slices), places)) for mode, count in option.held)
     return training.optimizer.temporaries * training.precision.master_bytes * held

@@ -15,9 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from osdp.cluster import Cluster
 from osdp.cost.holds import COPY, ISSUE, Places, Position
-from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
 from osdp.planfile import backward_order
@@ -90,11 +88,6 @@ class ShapedStage:
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
         return tuple(footprint(self.trace, unit) for unit in self.units)
-
-
-def has_workspaces(training: Training, cluster: Cluster) -> bool:
-    """Whether matrix products take working space from torch; see [Note: Workspaces] in osdp.model.kernels."""
-    return cluster.device.is_cpu and training.precision.compute_bytes == 2
 
 
 def levels(stretches: Sequence[Stretch], batch: int, *, workspaces: bool) -> IntArray:

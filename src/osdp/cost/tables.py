@@ -16,7 +16,7 @@ import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cost.holds import Places
-from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, has_workspaces, levels
+from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
 from osdp.cost.option_seconds import Kernels, SliceWires, option_lines, slice_lines
 from osdp.cost.options import Growths, growth_rows, guests_of, options_of, slices_of, together
 from osdp.cost.schedule import full_schedule
@@ -234,7 +234,7 @@ class _MadeShape:
     passes: tuple[PassOps, PassOps]
     places: tuple[Places, ...]
     wires: Mapping[tuple[int, Option], SliceWires]  # of every unit's split options
-    workspaces: bool
+    workspaces: bool  # see [Note: Workspaces] in osdp.model.kernels
 
     @staticmethod
     def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
@@ -288,7 +288,7 @@ class _MadeShape:
             _passes(layout, index, tables.cluster),
             tuple(all_places),
             wires,
-            has_workspaces(tables.training, tables.cluster),
+            tables.cluster.device.is_cpu,
         )
 
     def allowed(self, recomputed: bool | None) -> bool:

@@ -19,7 +19,7 @@ from osdp.cost.holds import (
     stepping_bytes,
     unit_holds,
 )
-from osdp.cost.layout import Layout, has_workspaces, levels
+from osdp.cost.layout import Layout, levels
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.model.graph import IntArray
@@ -99,7 +99,7 @@ def build_timeline(
             change[row[TEMPORARIES], begin] += growth.nbytes.at(batch)
             change[row[TEMPORARIES], end] -= growth.nbytes.at(batch)
     parts = change.cumsum(axis=1)[:, :columns]
-    level, workspaces = 0, has_workspaces(training, cluster)
+    level, workspaces = 0, cluster.device.is_cpu
     for visit, stretches in enumerate(passes):
         if not stretches:
             continue

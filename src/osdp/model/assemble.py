@@ -9,6 +9,7 @@ import numpy as np
 
 from osdp.model.graph import Affine, IntArray, Mark, Stretch, Trace
 from osdp.model.inputs import CaptureError
+from osdp.model.kernels import KernelKind
 from osdp.model.trace import RawTrace
 
 _ROOT_LEFT = Mark("leave", "")
@@ -235,17 +236,18 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
-                worked=_worked(trace, first_kernel, last_kernel, base),
+                worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
+                attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
             )
         )
     return tuple(stretches)
 
 
-def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[Affine, ...]:
-    """The levels of products with the working space that they may take; see [Note: Workspaces] in kernels.py."""
+def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray, *, attention: bool) -> tuple[Affine, ...]:
+    """The levels of products, or of attention, with their working space; see [Note: Workspaces] in kernels.py."""
     workspaces = trace.workspaces[first:last]
-    products = workspaces.any(axis=1)
-    return upper_lines(trace.live[first:last][products] + workspaces[products] - base) if products.any() else ()
+    taken = workspaces.any(axis=1) & ((trace.kinds[first:last] != KernelKind.MATMUL) == attention)
+    return upper_lines(trace.live[first:last][taken] + workspaces[taken] - base) if taken.any() else ()
 
 
 def renamed(trace: Trace, rename: tuple[str, str]) -> Trace:

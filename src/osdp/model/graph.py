@@ -110,8 +110,8 @@ class Stretch:
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
     closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
-    `kinds` its `KernelKind`. `worked` are the lines of products with their working space, see [Note: Workspaces] in
-    kernels.py.
+    `kinds` its `KernelKind`. `worked` and `attended` are the lines of products and of attention with their working
+    space, see [Note: Workspaces] in kernels.py.
     """
 
     mark: Mark
@@ -121,13 +121,15 @@ class Stretch:
     moved: IntArray
     kinds: IntArray
     worked: tuple[Affine, ...] = ()
+    attended: tuple[Affine, ...] = ()
 
     def peak_at(self, batch: int, *, workspaces: bool = False) -> int:
-        """The highest level; with `workspaces`, with the working space that products take."""
+        """The highest level; with `workspaces`, with the working space that products and attention take."""
         peak = max(line.at(batch) for line in self.peak)
-        if not workspaces or not self.worked:
+        if not workspaces:
             return peak
-        return max(peak, min(max(line.at(batch) for line in self.worked), peak + WORKSPACE_BYTES))
+        worked = max((line.at(batch) for line in self.worked), default=peak)
+        return max(peak, min(worked, peak + WORKSPACE_BYTES), *(line.at(batch) for line in self.attended))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from enum import IntEnum
 from typing import Any
 
 # [Note: Workspaces]
-# In 16 bits a processor's matrix products are oneDNN's, which allocates working space through torch: panels of 64
-# columns of the second matrix, an accumulator in 32 bits, and the first matrix once more where it is transposed, as in
-# every weight's gradient. Measured with torch 2.13 on a processor with AVX-512, on one thread, for products of (m, k) and
-# (k, n): never above what `product_workspace` says, and never above WORKSPACE_BYTES. Each thread has its own.
+# In 16 bits a CPU's matrix products are oneDNN's, which allocates working space through torch: panels of 64 columns of
+# the second matrix, an accumulator in 32 bits, and the first matrix once more where it is transposed, as in every
+# weight's gradient. Measured with torch 2.13 on AVX-512, on one thread, for ten products from (32, 32, 32) to (2048,
+# 1024, 4096): never above what `product_workspace` says, nor above WORKSPACE_BYTES. torch's fused attention on CPUs has
+# blocks of scores in 32 bits and, in 16 bits, once more in these and packed keys; backward has a copy of the gradient.
+# Each thread has its own of all but that copy.
 WORKSPACE_BYTES = 1_500_000
 _PANEL = 64
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -38,9 +40,29 @@ def product_workspace(func: Any, args: Sequence[Any]) -> int:
     if name not in _PRODUCTS:
         return 0
     first = args[1] if name in ("addmm", "baddbmm") else args[0]
+    if first.itemsize != 2:
+        return 0
     rows, depth = first.shape[-2:]
     transposed = 2 * rows * depth if first.stride(-1) != 1 else 0
     return 1152 + 2 * _PANEL * depth + 4 * _PANEL * rows + transposed
+
+
+def attention_workspace(func: Any, args: Sequence[Any]) -> int:
+    """Bytes of working space that fused attention may take on a CPU; 0 for other kernels. See [Note: Workspaces]."""
+    name = func._schema.name.removeprefix("aten::")
+    if not name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        return 0
+    backward = name.endswith("backward")
+    query, key = args[1:3] if backward else args[:2]
+    length, width = query.shape[-2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    columns = min(key.shape[-2], 512)
+    narrow = query.itemsize == 2
+    if not backward:
+        return 4 * rows * (columns + 2 + width) + (2 * rows * columns if narrow else 0)
+    packed = max(16, width) * (8 * -(-columns // 32) * 32 + 330)
+    blocks = 4 * rows * (2 * columns + 1) + (4 * rows * columns + packed if narrow else 0)
+    return query.numel() * query.itemsize + blocks
 
 
 def kernel_kind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], flops: int) -> KernelKind:

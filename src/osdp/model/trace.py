@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 from osdp.model.inputs import map_tensors
-from osdp.model.kernels import kernel_kind, product_workspace
+from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _workspace(self, func: Any, args: Sequence[Any]) -> int:
-        return product_workspace(func, args)
+        return product_workspace(func, args) + attention_workspace(func, args)
 
     def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
         self.trace.flops.append(flops)

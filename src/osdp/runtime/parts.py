@@ -8,9 +8,9 @@ such. The rest are activations and temporaries of kernels, which only their use 
 
 [Note: Kernels' copies]
 A kernel of torch that is made of others allocates inside, which fake tensors do not show. Of those in a step it matters
-in two: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
-osdp.cost.holds), and products in 16 bits take working space (see [Note: Workspaces] in osdp.model.kernels). The recorder
-makes the same copies, and adds that space, where it sees such a kernel.
+in three: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
+osdp.cost.holds), and attention, and products in 16 bits, take working space (see [Note: Workspaces] in
+osdp.model.kernels). The recorder makes the same copies, and adds that space, where it sees such a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from osdp._torch import tree_leaves
 from osdp.cost.holds import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
-from osdp.model.kernels import WORKSPACE_BYTES
+from osdp.model.kernels import WORKSPACE_BYTES, attention_workspace, product_workspace
 from osdp.model.trace import Recorder
 from osdp.runtime.record import Recording
 
@@ -124,9 +124,9 @@ class PartRecorder(Recorder):
         super()._freed(key, _)
 
     def _workspace(self, func: Any, args: Sequence[Any]) -> int:
-        if self._issued is not None or not args or getattr(args[0], "itemsize", 0) != 2:  # not in 16 bits on processors
+        if self._issued is not None:  # not on CPUs
             return 0
-        return min(super()._workspace(func, args), WORKSPACE_BYTES)
+        return min(product_workspace(func, args), WORKSPACE_BYTES) + attention_workspace(func, args)
 
     def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
         """Working space is there while the kernel runs, and only then."""
