@@ -20,7 +20,9 @@ INTRODUCTION = """# osdp beside every usual way to train
 Real ranks on one machine; hosts are network namespaces, and links between them carry the stated rate and no more.
 Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: every feasible batch size (two
 small ones say where memory ends, the largest is tried there), with no, with every second and with every block
-recomputed, and with its own switches (bucket sizes, prefetch, resharding, micro-batches). One meter counts what torch's
+recomputed, and with its own switches (bucket sizes, prefetch, resharding, micro-batches); the last two are left out
+for a way that is below 60 % of the fastest. No way takes more than 64 samples a rank and step. One meter counts what
+torch's
 allocator holds, from building the model on; it refuses what would pass the limit, so that a run fails as it would on a
 device. All ways of a cell are then held at once and timed in turn, in rounds. `±` is half the range of the rounds. "of
 limit" compares with the longer of compute alone and of the bytes that gradients need at the row's batch; ways that move
