@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,16 @@ def show(folder: Path, names: Sequence[str], what: str) -> int:
 def plain_tables(folder: Path, what: str) -> dict[str, list[Printed]]:
     """Tables of `size` and `ablations`: their files have the rows already."""
     found = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{what}-*.json"))]
-    return {data["name"]: [{"way": name, **row} for name, row in data["rivals"].items()] for data in found}
+    return {data["name"]: [{"way": name, **_plain(row)} for name, row in data["rivals"].items()] for data in found}
+
+
+def _plain(row: dict[str, Any]) -> Printed:
+    """A way's figures: of one that was timed its rate, and what its plan had predicted."""
+    if "seconds" not in row:
+        return row
+    seconds = statistics.median(row.get("rounds", [row["seconds"]]))
+    figures = {"samples/s": row["samples"] / seconds, "batch": row["batch"], "peak MiB": row["peak_bytes"] / MIB}
+    return {**figures, "predicted": row.get("predicted"), "gap": row.get("gap")}
 
 
 def printed(row: Row) -> Printed:
