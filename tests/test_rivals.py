@@ -150,7 +150,7 @@ def test_the_ladder_finds_the_largest_batch_that_fits(constant: int, each: int, 
         tried.append(batch)
         return Attempt(batch, batch, 1.0 + batch / 10, peak(batch))
 
-    attempts = climb(attempt, limit_bytes=limit, most=most, rungs=rungs)
+    attempts = climb(attempt, limit_bytes=limit, most_samples=most, rungs=rungs)
     feasible = [batch for batch in range(1, most + 1) if peak(batch) <= limit]
     found = best(attempts, limit_bytes=limit)
     assert (found and found.batch) == (feasible[-1] if feasible else None)

@@ -63,8 +63,8 @@ def _measure(bench: Bench, args: Namespace) -> None:
             continue
         chosen[name] = partial(planned, job(plan.batch_size), plan)
         attempt = bench.attempt(plan.batch_size, chosen[name])
-        predicted = plan.predicted.samples_per_second
-        tell_best(bench, name, attempt, "by the plan", {}, predicted=predicted)
+        figures = {"predicted": plan.predicted.samples_per_second, "gap": plan.certificate.gap}
+        tell_best(bench, name, attempt, "by the plan", {}, **figures)
     time_in_rounds(bench, chosen, args.rounds)
 
 

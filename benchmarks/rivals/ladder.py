@@ -26,10 +26,10 @@ class Attempt:
         return self.samples / self.seconds
 
 
-def climb(try_batch: Callable[[int], Attempt], *, limit_bytes: int, most: int, rungs: bool) -> list[Attempt]:
+def climb(try_batch: Callable[[int], Attempt], *, limit_bytes: int, most_samples: int, rungs: bool) -> list[Attempt]:
     """All attempts, those that do not fit too; with `rungs` every power of two, else only 1, 2 and the largest.
 
-    Batches whose peak is sure to pass the limit are not tried.
+    Batches whose peak is sure to pass the limit are not tried, nor steps of more than so many samples.
     """
     tried: dict[int, Attempt] = {}
 
@@ -38,7 +38,9 @@ def climb(try_batch: Callable[[int], Attempt], *, limit_bytes: int, most: int, r
             tried[batch] = try_batch(batch)
         return tried[batch].peak_bytes <= limit_bytes
 
-    if not fits(1) or most < 2 or not fits(2):
+    fits_one = fits(1)
+    most = max(1, most_samples // tried[1].samples)
+    if not fits_one or most < 2 or not fits(2):
         return list(tried.values())
     largest = min(most, _predicted(tried[1], tried[2], limit_bytes))
     if rungs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ INTRODUCTION = """# osdp beside every usual way to train
 Real ranks on one machine; hosts are network namespaces, and links between them carry the stated rate and no more.
 Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: every feasible batch size (two
 small ones say where memory ends, the largest is tried there), with no, with every second and with every block
-recomputed, and with its own switches (bucket sizes, prefetch, resharding, micro-batches). One meter counts what torch's
+recomputed, and with its own switches (bucket sizes, prefetch, resharding, micro-batches); the last two are left out
+for a way that is below 60 % of the fastest. No way takes more than 64 samples a rank and step. One meter counts what
+torch's
 allocator holds, from building the model on; it refuses what would pass the limit, so that a run fails as it would on a
 device. All ways of a cell are then held at once and timed in turn, in rounds. `±` is half the range of the rounds. "of
 limit" compares with the longer of compute alone and of the bytes that gradients need at the row's batch; ways that move
@@ -47,7 +50,16 @@ def show(folder: Path, names: Sequence[str], what: str) -> int:
 def plain_tables(folder: Path, what: str) -> dict[str, list[Printed]]:
     """Tables of `size` and `ablations`: their files have the rows already."""
     found = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{what}-*.json"))]
-    return {data["name"]: [{"way": name, **row} for name, row in data["rivals"].items()] for data in found}
+    return {data["name"]: [{"way": name, **_plain(row)} for name, row in data["rivals"].items()] for data in found}
+
+
+def _plain(row: dict[str, Any]) -> Printed:
+    """A way's figures: of one that was timed its rate, and what its plan had predicted."""
+    if "seconds" not in row:
+        return row
+    seconds = statistics.median(row.get("rounds", [row["seconds"]]))
+    figures = {"samples/s": row["samples"] / seconds, "batch": row["batch"], "peak MiB": row["peak_bytes"] / MIB}
+    return {**figures, "predicted": row.get("predicted"), "gap": row.get("gap")}
 
 
 def printed(row: Row) -> Printed:

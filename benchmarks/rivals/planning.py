@@ -19,7 +19,7 @@ from .models import source_of
 from .planned import OPTIMIZER, uniform_rules
 
 TIMEOUT_SECONDS = 300.0
-SEARCH_SECONDS = 10.0
+SEARCH_SECONDS = 20.0  # the default of `osdp plan`
 PAPERS_RULES = Rules(modes=(REPLICATE, FREE), split=False, two_levels=False)
 RULES = {
     "osdp": Rules(),

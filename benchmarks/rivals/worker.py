@@ -25,7 +25,7 @@ from osdp.training.world import World, started
 
 from .cells import Cell
 from .data_parallel import alone, ddp
-from .job import FULL, NONE, Job, NotHere, Trainer
+from .job import FULL, HALF, NONE, Job, NotHere, Trainer
 from .ladder import Attempt, best, climb
 from .meter import Meter
 from .models import Model, batch_of
@@ -33,9 +33,9 @@ from .planned import planned
 from .planning import RULES, TIMEOUT_SECONDS, Planner
 from .rivals import ALONE, ENGINE, Rival, rivals_for
 
-MOST_BATCH = 64  # samples of a rank
+MOST_BATCH = 64  # samples of a step for each rank, whoever takes them
 ENOUGH_SECONDS, MOST_STEPS = 0.25, 3  # of an attempt
-STEPS = 2  # of a round, after one that is not timed
+FAR_BEHIND = 0.6  # of the fastest rival so far: such a one is not refined, as it cannot become the best
 
 Build = Callable[[], Trainer]
 
@@ -45,7 +45,7 @@ class Bench:
 
     def __init__(self, cell: Cell, world: World) -> None:
         self.cell, self.world, self.meter = cell, world, Meter()
-        self.held: dict[str, tuple[Trainer, Any]] = {}
+        self.fastest = 0.0  # samples a second of any rival so far
 
     def tell(self, what: str, **figures: Any) -> None:
         if self.world.leads:
@@ -78,7 +78,7 @@ class Bench:
             trainer.step(*data)
             (slowest,) = self.highest(perf_counter() - began)
             seconds.append(slowest)
-            enough = len(seconds) >= MOST_STEPS or (len(seconds) > 1 and sum(seconds) >= ENOUGH_SECONDS)
+            enough = len(seconds) >= MOST_STEPS or sum(seconds) >= ENOUGH_SECONDS
         (peak,) = self.highest(self.meter.peak_bytes)
         return Attempt(batch, trainer.samples * trainer.parts, min(seconds), int(peak))
 
@@ -153,6 +153,8 @@ def _plan(
     for _ in range(3):
         try:
             plan = planner.best(rules, allowed)
+            if plan.batch_size > MOST_BATCH:  # no other way may take more
+                plan = planner.best(rules, allowed, batch=MOST_BATCH)
         except DoesNotFit as error:
             bench.tell("none", rival=name, why=f"does not fit: {str(error).splitlines()[0]}")
             return
@@ -181,12 +183,14 @@ def _compete(
     found: list[tuple[Attempt, str, dict[str, Any]]] = []
     least = None
     try:
-        for recompute in rival.recomputes:
+        for recompute in sorted(rival.recomputes, key=(NONE, FULL, HALF).index):
+            if recompute == HALF and max((each[0].rate for each in found), default=0.0) < FAR_BEHIND * bench.fastest:
+                continue
             build = partial(_build, rival, job, recompute, dict(rival.switches))
             attempts = climb(
                 lambda batch, build=build: bench.attempt(batch, partial(build, batch)),
                 limit_bytes=limit,
-                most=MOST_BATCH,
+                most_samples=MOST_BATCH * bench.cell.ranks,
                 rungs=rungs,
             )
             least = min([*attempts, *([least] if least else [])], key=lambda attempt: attempt.peak_bytes)
@@ -198,13 +202,14 @@ def _compete(
             bench.tell("none", rival=rival.name, why="does not fit", peak_bytes=least.peak_bytes)
             return
         attempt, recompute, switches = max(found, key=lambda each: each[0].rate)
-        for other in rival.others:
+        for other in rival.others if attempt.rate >= FAR_BEHIND * bench.fastest else ():
             tried = bench.attempt(
                 attempt.batch, partial(_build, rival, job, recompute, {**switches, **other}, attempt.batch)
             )
             if tried.peak_bytes <= limit:
                 found.append((tried, recompute, {**switches, **other}))
         attempt, recompute, switches = max(found, key=lambda each: each[0].rate)
+        bench.fastest = max(bench.fastest, attempt.rate)
         build = partial(_build, rival, job, recompute, switches, attempt.batch)
         attempt = bench.attempt(attempt.batch, build, limit)  # as on a device with this memory
     except NotHere as error:
@@ -241,16 +246,14 @@ def time_in_rounds(bench: Bench, chosen: dict[str, Build], rounds: int) -> None:
     gc.collect()
     bench.tell("begin", rival="rounds")
     held = {name: bench.made(build) for name, build in chosen.items()}
-    for number in range(rounds + 1):  # the first is the warm-up
+    for _ in range(rounds):
         for name, (trainer, data) in held.items():
-            trainer.step(*data)
+            trainer.step(*data)  # in training the same was done before: caches are as it left them
             dist.barrier()
             began = perf_counter()
-            for _ in range(STEPS):
-                trainer.step(*data)
-            (seconds,) = bench.highest((perf_counter() - began) / STEPS)
-            if number:
-                bench.tell("round", rival=name, seconds=seconds)
+            trainer.step(*data)
+            (seconds,) = bench.highest(perf_counter() - began)
+            bench.tell("round", rival=name, seconds=seconds)
     bench.tell("done")
 
 
