@@ -19,13 +19,15 @@ from osdp.runtime.split import held_parameters
 
 
 class MovingAverage:
-    """`average = decay * average + (1 - decay) * weights` at every `update`, for each parameter that is trained.
+    """`average = decay * average + (1 - decay) * weights` at every `update`, for each parameter that is trained::
 
-    average = osdp.MovingAverage(model, decay=0.999)
-    ...
-    optimizer.step(); average.update()
-    with average.applied():          # the model has the average's weights, and its own again after
-        evaluate(model)              # or osdp.save_pretrained(model, folder)
+        average = osdp.MovingAverage(model, decay=0.999)
+        ...
+        optimizer.step(); average.update()
+        with average.applied():          # the model has the average's weights, and its own again after
+            evaluate(model)              # or osdp.save_pretrained(model, folder)
+
+    An average takes as much memory as this rank's part of the trained parameters.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
