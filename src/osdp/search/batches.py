@@ -64,24 +64,28 @@ def judged(candidate: Candidate, batch: int, choice: tuple[StageChoice, ...]) ->
     return _found(candidate, batch, choice, verdict) if verdict.peak <= problem.limit else None
 
 
-def _improved_whole(found: Found, *, seconds: float) -> Found:
-    """The same with every block gathered whole: a small problem, quickly solved, whose answer is mostly close."""
-    problem = found.candidate.make(found.batch, found.batch)
+def _best_whole(
+    candidate: Candidate, batch: int, found: Found | None, *, cutoff: float | None, seconds: float
+) -> Found | None:
+    """The best with every block gathered whole, if it beats what was found: a small problem, mostly close to it."""
+    problem = candidate.make(batch, batch)
     kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
     numbers = {key: [n for n, shape in enumerate(shapes) if shape.is_whole] for key, shapes in kinds.items()}
     if not all(numbers.values()):
         return found
     kept = {key: tuple(shapes[n] for n in numbers[key]) for key, shapes in kinds.items()}
     stages = tuple(replace(stage, shapes=kept[id(stage.shapes)]) for stage in problem.stages)
-    outcome = solve_exactly(replace(problem, stages=stages, known={}), cutoff=found.verdict.seconds, seconds=seconds)
+    outcome = solve_exactly(replace(problem, stages=stages, known={}), cutoff=cutoff, seconds=seconds)
     if outcome.choice is None:
         return found
     choice = tuple(
         replace(taken, shape=numbers[id(stage.shapes)][taken.shape])
         for stage, taken in zip(problem.stages, outcome.choice, strict=True)
     )
-    better = judged(found.candidate, found.batch, choice)
-    return found if better is None or better.seconds_per_sample >= found.seconds_per_sample else better
+    better = judged(candidate, batch, choice)
+    if better is None or (found is not None and better.seconds_per_sample >= found.seconds_per_sample):
+        return found
+    return better
 
 
 def _improved(found: Found, search: Search, *, seconds: float) -> Found:
@@ -90,6 +94,30 @@ def _improved(found: Found, search: Search, *, seconds: float) -> Found:
     if outcome.choice is None or outcome.verdict is None:
         return found
     return _found(found.candidate, found.batch, outcome.choice, outcome.verdict)
+
+
+def _sizes(candidate: Candidate) -> list[int]:
+    """Batch sizes over all of a candidate's, each twice the one before, the largest first."""
+    sizes = [candidate.high]
+    while sizes[-1] > candidate.low:
+        sizes.append(max(candidate.low, sizes[-1] // 2))
+    return sizes
+
+
+def _first_look(candidates: Sequence[Candidate], best: Found | None, *, seconds: float) -> Found | None:
+    """The best of quick tries with whole blocks at few batch sizes: what time runs out on is not left without a plan.
+
+    Which batch size is best is hardly known before any has been solved, and the first one that is may take all time.
+    """
+    deadline = time.monotonic() + seconds
+    tries = [(candidate, batch) for candidate in candidates for batch in _sizes(candidate)]
+    for number, (candidate, batch) in enumerate(tries):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        cutoff = None if best is None else best.seconds_per_sample * batch * candidate.accumulation
+        best = _best_whole(candidate, batch, best, cutoff=cutoff, seconds=left / (len(tries) - number))
+    return best
 
 
 def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) -> Found:
@@ -160,7 +188,10 @@ def search_batches(
         return searches[key]
 
     if best is not None:
-        best = _improved_whole(best, seconds=seconds * FIRST_SHARE)
+        cutoff = best.verdict.seconds
+        best = _best_whole(best.candidate, best.batch, best, cutoff=cutoff, seconds=seconds * FIRST_SHARE / 2)
+    best = _first_look(candidates, best, seconds=seconds * FIRST_SHARE / 2)
+    if best is not None:
         best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE)
     unproven, nodes, solved = INFINITY, 0, 0
 
