@@ -15,6 +15,8 @@ from osdp.planfile import PLAN_VERSION, Baseline, Certificate, Plan, PlanModel, 
 
 # Tests run beside each other and start ranks of their own: one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Packages of other tests bring plugins for hypothesis that warn as they are imported, which ends a rank.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 # A busy machine makes nothing wrong: an example may take as long as it takes.
 settings.register_profile("osdp", deadline=None)
 settings.load_profile("osdp")
