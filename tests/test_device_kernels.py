@@ -171,3 +171,25 @@ def test_a_norm_saves_its_input_and_a_number_a_row() -> None:
         for on in ("A100-80GB", "CPU")
     }
     assert saved["A100-80GB"].per_sample == 2 * LENGTH * WIDTH + 4 * LENGTH < saved["CPU"].per_sample
+
+
+class Grouped(nn.Module):
+    """Experts whose tokens are sorted by expert: one product of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        ends = torch.arange(1, 5, dtype=torch.int32) * (rows.shape[0] // 4)
+        return self.head(torch._grouped_mm(rows, self.weight, offs=ends)).mean()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_products_of_groups_are_traced_in_either_precision(dtype: str) -> None:
+    graph = capture(Grouped(), (torch.ones(2, LENGTH, WIDTH),), compute_dtype=dtype)
+    forward = 2 * LENGTH * WIDTH * WIDTH
+    head = 2 * LENGTH * WIDTH
+    assert graph.flops_at(2) == 2 * (2 * forward + 3 * head)

@@ -129,6 +129,7 @@ class Values(TorchDispatchMode):
             _aten.masked_select: self._selected,
             _aten._ctc_loss: self._aligned,
             _aten._ctc_loss_backward: self._aligned_backward,
+            _aten._grouped_mm: self._grouped,
         }
 
     @classmethod
@@ -305,6 +306,18 @@ class Values(TorchDispatchMode):
             longest = max(lengths) if not isinstance(lengths, Tensor) else targets.shape[-1]
         steps, samples = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
         return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * longest + 1)
+
+    def _grouped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Products of groups: the fake kernel takes 16 bits only, the real one on CPUs others too."""
+        first, second = args[:2]
+        if first.dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        shape = [first.shape[-2], second.shape[-1]]
+        if first.dim() == second.dim() == 2:  # groups lie along the depth: their ends say how many there are
+            shape.insert(0, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0])
+        elif first.dim() == second.dim() == 3:
+            shape.insert(0, first.shape[0])
+        return torch.empty(shape, dtype=first.dtype)
 
     def _aligned_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty_like(args[1])
