@@ -1,7 +1,7 @@
 """One rank of one cell: the largest model that trains within a limit, measured by training it.
 
-Depth grows for the deep model, width for the wide one, one step at a time: a size counts when it is built and takes two
-steps under the meter's limit at batch 1.
+Depth grows for the deep model, width for the wide one, one step at a time: a size counts when it is built and takes a
+few steps at batch 1 and the meter finds no more than the limit.
 """
 
 from __future__ import annotations
