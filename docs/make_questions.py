@@ -64,7 +64,8 @@ QUESTIONS = (
         "How much memory do I save with the optimizer on the CPU?",
         "osdp plan llama3-8b --cluster 4xA100-40GB --batch 1 --memory 20GiB",
         (RATE, "Any of these", "What would"),
-        "Where nothing fits, the page lists what single changes would reach, offloaded states among them where they would suffice"
+        "Where nothing fits, the page lists what single changes would reach, offloaded states among them"
+        " where they would suffice"
         " (an estimate:"
         " osdp does not offload). Here they would not.",
     ),
