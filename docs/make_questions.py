@@ -32,15 +32,15 @@ QUESTIONS = (
         "What is the expected peak memory with my configuration?",
         FSDP,
         (MEMORY,),
-        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. `osdp verify` runs the real runtime on fake"
-        " tensors and compares the peak.",
+        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. This one does not fit, so the exit code"
+        " is 3. `osdp verify` runs the real runtime on fake tensors and compares the peak.",
     ),
     Question(
         "If I change my wrapping, what does that do to the peak?",
         FSDP.replace(" --no-split", ""),
         (MEMORY,),
         "What is gathered together is part of the plan. The same with blocks gathered by operators, and operators"
-        " in slices, where that helps:",
+        " in slices, allowed: here the peak is made of activations, and wrapping does not change it.",
     ),
     Question(
         "What is the best batch size?",
@@ -64,8 +64,10 @@ QUESTIONS = (
         "How much memory do I save with the optimizer on the CPU?",
         "osdp plan llama3-8b --cluster 4xA100-40GB --batch 1 --memory 20GiB",
         (RATE, "Any of these", "What would"),
-        "Where nothing fits, the page lists what single changes would reach, offloaded states among them (an estimate:"
-        " osdp does not offload).",
+        "Where nothing fits, the page lists what single changes would reach, offloaded states among them"
+        " where they would suffice"
+        " (an estimate:"
+        " osdp does not offload). Here they would not.",
     ),
     Question(
         "Which activation checkpointing should I use?",
@@ -136,7 +138,7 @@ def main() -> None:
 
 
 def run(command: str) -> str:
-    arguments = [sys.executable, "-m", "osdp", *command.split()[1:]]
+    arguments = [sys.executable, "-m", "osdp", *command.split()[1:], "--quiet"]
     done = subprocess.run(arguments, capture_output=True, text=True)
     return done.stdout + "".join(line for line in done.stderr.splitlines(True) if not line.startswith("\r"))
 
