@@ -30,10 +30,10 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, REPLICATE
 from osdp.search.batches import Candidate, largest_batch, search_batches
 from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption, evaluate
 from osdp.search.solve import Outcome, solve_exactly
+from osdp.sharding import FREE, REPLICATE
 
 MIB = 1 << 20
 TARGET = 500.0

@@ -47,7 +47,7 @@ def plan(file: Path) -> None:
     import torch
 
     import osdp
-    from osdp.planfile import FREE, KEEP, REPLICATE
+    from osdp.sharding import FREE, KEEP, REPLICATE
 
     example = torch.zeros(1, 16, dtype=torch.long)
     found = osdp.plan(model(), (example, example), f"{RANKS}xCPU", precision="fp32", batch=2)

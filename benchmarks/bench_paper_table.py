@@ -27,7 +27,7 @@ from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, REPLICATE
+from osdp.sharding import FREE, REPLICATE
 
 WAYS = ("DDP", "ZeRO-2", "FSDP", "HSDP")
 PAPERS_MODELS = ("gpt-48x1536", "gpt-96x1024", "gpt-48x2048", "gpt-4x8192", "gpt-2x12288", "gpt-pyramid")

@@ -26,7 +26,6 @@ from osdp.cluster import Cluster
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, KEEP, MODES, REPLICATE
 from osdp.search.batches import Candidate, largest_batch, search_batches
 from osdp.search.problem import (
     Amount,
@@ -40,6 +39,7 @@ from osdp.search.problem import (
     evaluate,
 )
 from osdp.search.solve import solve_exactly
+from osdp.sharding import FREE, KEEP, MODES, REPLICATE
 
 MODEL = "gpt-48x2048"
 LAYERS = (12, 48, 96, 250, 500, 1000)

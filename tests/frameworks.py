@@ -14,7 +14,8 @@ from planned import plan_by_hand
 from torch import Tensor, nn
 
 import osdp
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 RATE, CLIP, STEPS, BATCH, ACCUMULATION, RANKS = 1e-2, 0.5, 4, 2, 2, 2
 NAME = "llama"

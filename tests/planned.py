@@ -19,8 +19,9 @@ from osdp.cluster import Cluster
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.graph import ModelGraph
-from osdp.planfile import OVER_WORLD, REPLICATE, Plan, PlanUnit, unpriced_plan
+from osdp.planfile import Plan, PlanUnit, unpriced_plan
 from osdp.runtime.split import SplitOperator
+from osdp.sharding import REPLICATE, Scope
 
 
 def plan_by_hand(
@@ -58,7 +59,7 @@ def plan_by_hand(
     for unit in plan_units(layout, [Option(next(mode), reduce_once=next(once)) for _ in layout.units]):
         planned = next(each for each in layout.units if each.name == unit.name)
         slices, sharded = next(split) if planned.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
-        on_two = cluster.has_two_levels and unit.mode in OVER_WORLD and next(two)
+        on_two = cluster.has_two_levels and unit.sharding.sharded_over is Scope.WORLD and next(two)
         sharded = sharded if unit.mode == REPLICATE else max(1, sharded)
         units.append(replace(unit, splits=slices, sharded_splits=sharded, two_levels=on_two))
     uncalled = uncalled_parameters(graph, layout)

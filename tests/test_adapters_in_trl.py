@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import osdp
 from osdp.model.capture import capture
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 STEPS = 3
 

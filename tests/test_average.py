@@ -13,7 +13,8 @@ from torch import Tensor
 
 import osdp
 from osdp.errors import UsageError
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 DECAY, STEPS = 0.6, 3
 

@@ -29,7 +29,8 @@ from osdp.cost.units import OPERATORS, WHOLE
 from osdp.errors import UsageError
 from osdp.files import MOST_BYTES, convert, read_file, read_json, write_text
 from osdp.plan_check import Held, check_graph, misfit
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 from osdp.training.world import started
 
 CASES = {"plan files": 130, "cluster files": 60, "configurations": 12, "data files": 40, "arguments": 70}

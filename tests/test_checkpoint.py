@@ -40,8 +40,9 @@ from torch.optim import Optimizer
 
 import osdp
 from osdp.errors import UsageError
-from osdp.planfile import FREE, Plan
+from osdp.planfile import Plan
 from osdp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from osdp.sharding import FREE
 
 # Any plan goes on
 

@@ -25,7 +25,8 @@ from osdp.cluster import devices
 from osdp.errors import OsdpError, UsageError
 from osdp.files import write_json
 from osdp.model.source import presets
-from osdp.planfile import MODES, Plan
+from osdp.planfile import Plan
+from osdp.sharding import MODES
 
 HEAVY = ("torch", "highspy", "transformers", "rich", "numpy")
 TINY = ("plan", "gpt-tiny", "--cluster", "4xRTX-TITAN")

@@ -28,10 +28,11 @@ from osdp.errors import UsageError
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
 from osdp.report.page import plan_page
 from osdp.runtime import compiled
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 CONFIG = GPTConfig(vocab_size=128, positions=64, layers=(4,), widths=(64,), head_width=16, tied=False)
 BATCH, STEPS = 4, 3

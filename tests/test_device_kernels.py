@@ -23,7 +23,7 @@ from osdp.cost.graph import step_graph_of
 from osdp.cost.units import OPERATORS
 from osdp.model.capture import capture, scaled_inputs
 from osdp.model.device_kernels import kernels_of
-from osdp.planfile import FREE, KEEP, REPLICATE
+from osdp.sharding import FREE, KEEP, REPLICATE
 from osdp.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor.*")

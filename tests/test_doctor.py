@@ -19,7 +19,7 @@ from osdp.cli.main import main
 from osdp.doctor import exact
 from osdp.doctor import run as doctor
 from osdp.doctor.report import Check, MeasuredPeak, Report
-from osdp.planfile import MODES
+from osdp.sharding import MODES
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 

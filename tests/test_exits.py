@@ -21,7 +21,8 @@ from ranks import run_ranks
 from trained import COURIER
 
 import osdp
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 
 def couriers(expected: int) -> int:

@@ -21,9 +21,10 @@ from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
-from osdp.planfile import MODES, Plan
+from osdp.planfile import Plan
 from osdp.report.difference import UnitChange, plan_difference
 from osdp.report.explanation import Explanation, bindings, explanation
+from osdp.sharding import MODES
 
 
 @cache

@@ -40,7 +40,8 @@ from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.export import TARGETS, export
 from osdp.model.capture import capture
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 # Executed by the packages
 

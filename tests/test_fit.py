@@ -17,7 +17,8 @@ from osdp.cost.training import Training
 from osdp.errors import DoesNotFit, Remedy
 from osdp.fit import nothing_fits, smallest_timeline
 from osdp.model.capture import capture
-from osdp.planfile import FREE, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, REPLICATE
 
 MODEL = "gpt-tiny"
 

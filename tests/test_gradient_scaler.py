@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from trained import EVERY_MODE, Trained, same
 
 import osdp
-from osdp.planfile import FREE, FREE_IN_NODE, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, FREE_IN_NODE, REPLICATE
 
 STEPS, OVERFLOWS, BATCH = 3, 1, 12
 

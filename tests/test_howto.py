@@ -15,7 +15,8 @@ from test_docs import ROOT, blocks
 from torch import Tensor
 
 import osdp
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 ROWS = 4  # of a rank: two good answers, two bad ones
 

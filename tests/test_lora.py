@@ -28,9 +28,10 @@ from osdp.cost.graph import step_graph_of
 from osdp.cost.units import OPERATORS, PARTS, WHOLE
 from osdp.model.capture import capture, scaled_inputs
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.report.page import plan_page
 from osdp.report.terminal import print_plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 from osdp.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor.*")

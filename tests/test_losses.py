@@ -21,9 +21,10 @@ from osdp.errors import UsageError
 from osdp.losses import ChunkedHead, chunk_loss, chunked_cross_entropy
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
-from osdp.planfile import FREE, KEEP, Plan
+from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
 from osdp.report.page import plan_page
+from osdp.sharding import FREE, KEEP
 from osdp.verify import verify
 
 CONFIG = GPTConfig(vocab_size=512, positions=24, layers=(2,), widths=(32,), head_width=16)

@@ -46,7 +46,8 @@ from osdp.model.capture import capture, scaled_inputs
 from osdp.model.graph import ModelGraph
 from osdp.model.inputs import as_call, map_tensors, output_loss
 from osdp.model.values import EVEN_LOAD, FINITE, NOT_DROPPED
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, REPLICATE
 from osdp.verify import verify
 
 STEPS = 2

@@ -19,9 +19,9 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.fit import smallest_timeline
 from osdp.model import capture as capturing
-from osdp.planfile import FREE, FREE_IN_NODE, KEEP, REPLICATE
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
 from osdp.search.solve import lowest_peak, solve_exactly
+from osdp.sharding import FREE, FREE_IN_NODE, KEEP, REPLICATE
 
 MIB = 1 << 20
 MODEL = "gpt-tiny"

@@ -15,7 +15,8 @@ import pytest
 from osdp.cluster import Cluster
 from osdp.cost.units import SLICES
 from osdp.errors import UsageError
-from osdp.planfile import MODES, MOST_SPLITS, PLAN_VERSION, Plan, PlanUnit
+from osdp.planfile import MOST_SPLITS, PLAN_VERSION, Plan, PlanUnit
+from osdp.sharding import MODES
 
 
 def test_a_saved_plan_reads_back_equal(plan: Plan, tmp_path: Path) -> None:

@@ -54,9 +54,10 @@ from trained import (
 import osdp
 from osdp.cost.units import OPERATORS
 from osdp.engine import ASYNC_GLOO, ENGINES, STOCK, Engine
-from osdp.planfile import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
 from osdp.runtime.meshes import LANES
+from osdp.sharding import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 NORMS = (1.0, 2.0, float("inf"))
 

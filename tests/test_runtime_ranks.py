@@ -36,11 +36,12 @@ from osdp._torch import TorchDispatchMode, tree_leaves
 from osdp.cost.units import OPERATORS, WHOLE
 from osdp.engine import ASYNC_GLOO
 from osdp.errors import DoesNotFit, UsageError
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.runtime.collectives import average
 from osdp.runtime.courier import Groups
 from osdp.runtime.meshes import meshes_of
 from osdp.runtime.record import recording
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 
 def from_meta(name: str, plans: Sequence[Plan]) -> list[dict[str, Tensor]]:

@@ -28,7 +28,8 @@ from osdp.cost.sharding import shard_dim
 from osdp.cost.units import OPERATORS, WHOLE
 from osdp.engine import ASYNC_GLOO, ENGINES, Engine
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, KEEP_IN_NODE
 
 
 @pytest.mark.parametrize(

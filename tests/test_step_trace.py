@@ -11,7 +11,7 @@ from small_models import captured
 from osdp.cost.graph import COMMUNICATION, COMPUTE, StepGraph, step_graph_of
 from osdp.cost.step_trace import STALL, StepTrace, step_trace
 from osdp.cost.units import OPERATORS, WHOLE
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 CASES = {
     "free": {"modes": (FREE,)},

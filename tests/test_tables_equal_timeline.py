@@ -19,8 +19,8 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option
-from osdp.planfile import FREE, KEEP, OVER_WORLD, REPLICATE
 from osdp.search.problem import Problem, ShapeTable, StageChoice, evaluate
+from osdp.sharding import FREE, KEEP, MODES, REPLICATE, Scope
 
 MODELS = ("gpt", "gpt-pyramid", "llama", "gpt-tiny")
 CLUSTERS = ("2x2xA100-40GB", "4xA100-40GB", "2x2xCPU", "1x3xCPU")  # the first two overlap, the last two do not
@@ -146,10 +146,11 @@ def on_two_levels(hop_seconds: float) -> Tables:
 
 def test_two_levels_cost_the_same_and_are_offered_beside_one() -> None:
     taken = compare(on_two_levels(0.0), 2, seed=5)
-    assert {(option.mode, option.two_levels) for option in taken if option.mode in OVER_WORLD} == {
-        (mode, two_levels) for mode in OVER_WORLD for two_levels in (False, True)
+    over_world = {mode for mode in MODES if mode.sharded_over is Scope.WORLD}
+    assert {(option.mode, option.two_levels) for option in taken if option.mode in over_world} == {
+        (mode, two_levels) for mode in over_world for two_levels in (False, True)
     }
-    assert not any(option.two_levels for option in taken if option.mode not in OVER_WORLD)
+    assert not any(option.two_levels for option in taken if option.mode not in over_world)
 
 
 def test_units_that_are_too_small_to_gain_from_two_levels_stay_on_one() -> None:

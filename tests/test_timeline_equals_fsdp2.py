@@ -31,17 +31,9 @@ from osdp.model.graph import Mark
 from osdp.model.runs import watched
 from osdp.model.structure import own_blocks
 from osdp.model.trace import RawTrace
-from osdp.planfile import (
-    FREE,
-    FREE_IN_NODE,
-    FREE_TO_NODE,
-    KEEP,
-    KEEP_IN_NODE,
-    REPLICATE,
-    Plan,
-    unpriced_plan,
-)
+from osdp.planfile import Plan, unpriced_plan
 from osdp.runtime.dryrun import dry_run
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 # An operator such as a projection whose output is viewed by its caller is a unit of its own at operator granularity;
 # FSDP2 then warns, for every such module, that it "returned a view tensor". It is about in-place edits of the output,

@@ -15,8 +15,9 @@ from small_models import source
 from test_timeline_equals_fsdp2 import Case, laid_out, plan_of
 
 from osdp.cost.timeline import build_timeline
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.profiling.trial import WARM_UP_STEPS, Tried
+from osdp.sharding import FREE, KEEP, REPLICATE
 from osdp.training.world import World
 
 BATCH = 2

@@ -22,8 +22,9 @@ from osdp.cli.main import main
 from osdp.cost.graph import StepGraph, step_graph_of
 from osdp.cost.step_trace import step_trace
 from osdp.cost.units import OPERATORS
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.report.traces import allocations, chrome_trace, memory_snapshot
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,8 @@ from torch import Tensor
 import osdp
 from osdp.cost.units import GRANULARITIES, OPERATORS, PARTS, WHOLE
 from osdp.engine import ASYNC_GLOO, STOCK, Engine
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
 
 STEPS, BATCH, LEARNING_RATE = 3, 12, 1e-4
 TOLERANCE = 1e-5

@@ -26,8 +26,9 @@ from osdp.cost.graph import PlannedCollective, StepGraph, step_graph_of
 from osdp.cost.units import OPERATORS
 from osdp.errors import DoesNotFit
 from osdp.model.capture import scaled_inputs
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.runtime import dryrun
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 from osdp.verify import Verification, plan_verified, tallied, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor.*")

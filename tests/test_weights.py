@@ -22,8 +22,9 @@ from safetensors.torch import load_file, save_file
 
 import osdp
 from osdp.errors import OsdpError, UsageError
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.runtime import weights
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 MIXED = (FREE, REPLICATE, KEEP)
 NODES = (FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE, REPLICATE, KEEP, FREE)

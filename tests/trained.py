@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import osdp
 from osdp.cost.units import OPERATORS, PARTS, WHOLE
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 EVERY_MODE = (FREE, KEEP, REPLICATE, FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE)
 BATCH, STEPS, TOLERANCE = 12, 3, 1e-5

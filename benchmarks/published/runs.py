@@ -19,7 +19,7 @@ from osdp.cost.units import Option
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, KEEP
+from osdp.sharding import FREE, KEEP
 
 HERE = Path(__file__).parent
 DEVICES = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}

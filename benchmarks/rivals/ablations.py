@@ -11,7 +11,7 @@ from functools import partial
 from osdp.cost.tables import Rules
 from osdp.cost.units import WHOLE
 from osdp.errors import DoesNotFit
-from osdp.planfile import FREE, IN_NODE, KEEP, MODES, REPLICATE
+from osdp.sharding import FREE, KEEP, MODES, REPLICATE
 
 from .data_parallel import ddp
 from .job import Job
@@ -24,7 +24,7 @@ def without(*modes: str) -> Rules:
     return Rules(modes=tuple(mode for mode in MODES if mode not in modes))
 
 
-NODE_MODES = tuple(mode for mode in MODES if mode in IN_NODE or "node" in mode)
+NODE_MODES = tuple(mode for mode in MODES if "node" in mode)
 ABLATIONS: Mapping[str, Rules] = {
     "osdp": Rules(),
     "without slices": Rules(split=False),

@@ -9,9 +9,10 @@ from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.profiling.run import Wanted, profile_in
 from osdp.runtime.agree import by_rank_0
+from osdp.sharding import FREE, REPLICATE
 from osdp.training.world import World
 
 from .cells import Cell

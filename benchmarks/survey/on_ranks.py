@@ -33,8 +33,9 @@ from osdp.cluster import Cluster
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.capture import capture
-from osdp.planfile import FREE, KEEP, REPLICATE, Plan, unpriced_plan
+from osdp.planfile import Plan, unpriced_plan
 from osdp.runtime.split import SplitOperator
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 RANKS, STEPS, TOLERANCE = 2, 2, 1e-5
 

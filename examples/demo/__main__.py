@@ -30,13 +30,14 @@ from osdp.errors import OsdpError
 from osdp.files import write_text
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
-from osdp.planfile import FREE, Baseline, Plan
+from osdp.planfile import Baseline, Plan
 from osdp.report.html import report_html
 from osdp.report.measurements import Measurement
 from osdp.report.page import plan_page
 from osdp.report.printing import console
 from osdp.report.report_page import report_page
 from osdp.report.terminal import print_plan
+from osdp.sharding import FREE
 
 from .model import GLOBAL_BATCH, LENGTH
 from .page import Page, page_of, print_page

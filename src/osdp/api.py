@@ -17,19 +17,11 @@ from osdp.cost.units import WHOLE, Option
 from osdp.errors import DoesNotFit, UsageError
 from osdp.fit import Measured, nothing_fits
 from osdp.model.graph import ModelGraph
-from osdp.planfile import (
-    MODES,
-    PLAN_VERSION,
-    REPLICATE,
-    Certificate,
-    Plan,
-    PlanModel,
-    PlanUnit,
-    Predicted,
-)
+from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
 from osdp.search.batches import Candidate, Found, Seed, judged, largest_batch, search_batches, smaller_batch
 from osdp.search.problem import Problem
 from osdp.search.solve import lowest_peak, relaxed_bound
+from osdp.sharding import MODES, REPLICATE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,8 +13,9 @@ from osdp.cost.tables import Rules, Tables, Uniform
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, modes_for
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, FREE_IN_NODE, KEEP, REPLICATE, Baseline
+from osdp.planfile import Baseline
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.sharding import FREE, FREE_IN_NODE, KEEP, REPLICATE, ShardingMode
 
 WAYS = (("DDP", REPLICATE), ("ZeRO-2", KEEP), ("FSDP", FREE), ("HSDP", FREE_IN_NODE))
 
@@ -79,7 +80,7 @@ class Prices:
         return verdict.peak <= self.cluster.limit_bytes
 
 
-def _best(prices: Prices, batching: Batching, name: str, mode: str, recompute: bool) -> Way:
+def _best(prices: Prices, batching: Batching, name: str, mode: ShardingMode, recompute: bool) -> Way:
     """The fastest over all micro-batches, gradients reduced in each or once; where none fits, the smallest peak."""
     best: tuple[float, Way] | None = None
     smallest: tuple[int, Way] | None = None
@@ -97,7 +98,7 @@ def _best(prices: Prices, batching: Batching, name: str, mode: str, recompute: b
 
 
 def _tried(
-    prices: Prices, batching: Batching, mode: str, recompute: bool
+    prices: Prices, batching: Batching, mode: ShardingMode, recompute: bool
 ) -> Iterator[tuple[Uniform, int, int, Verdict]]:
     for micro, batch in batching.ways(prices.cluster.world_size):
         for once in (False, True) if micro > 1 else (False,):

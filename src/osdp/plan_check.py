@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from osdp.errors import UsageError
-from osdp.planfile import MODES, OVER_WORLD, REPLICATE, Plan, PlanUnit, unit_depths
+from osdp.planfile import Plan, PlanUnit, unit_depths
+from osdp.sharding import MODES, REPLICATE, Scope
 
 if TYPE_CHECKING:
     from osdp.model.graph import ModelGraph
@@ -104,7 +105,7 @@ def _unknown_here(plan: Plan) -> Iterator[str]:
             yield f"unit {unit.name!r} has the unknown mode {unit.mode!r}; the modes are {', '.join(MODES)}"
         if unit.mode not in modes:
             yield f"unit {unit.name!r} has mode {unit.mode}, but {plan.cluster.word} has only {', '.join(modes)}"
-        if unit.two_levels and not (plan.cluster.has_two_levels and unit.mode in OVER_WORLD):
+        if unit.two_levels and not (plan.cluster.has_two_levels and unit.sharding.sharded_over is Scope.WORLD):
             yield f"unit {unit.name!r} is exchanged on two levels, which {unit.mode} on {plan.cluster.word} is not"
 
 

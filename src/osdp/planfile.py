@@ -17,6 +17,7 @@ from msgspec import Meta
 from osdp.cluster import Cluster
 from osdp.errors import UsageError
 from osdp.files import convert, plain, read_json, write_json
+from osdp.sharding import ShardingMode
 
 PLAN_VERSION = 3
 MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
@@ -27,16 +28,6 @@ Samples = Annotated[int, Meta(ge=1, le=1 << 32)]  # a tiny model on a large devi
 Whole = Annotated[int, Meta(ge=0, le=1 << 60)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
-
-REPLICATE = "replicate"
-KEEP = "keep"
-FREE = "free"
-FREE_TO_NODE = "free_to_node"
-KEEP_IN_NODE = "keep_in_node"
-FREE_IN_NODE = "free_in_node"
-IN_NODE = (KEEP_IN_NODE, FREE_IN_NODE)
-OVER_WORLD = (KEEP, FREE, FREE_TO_NODE)
-MODES = (REPLICATE, KEEP, FREE, FREE_TO_NODE, KEEP_IN_NODE, FREE_IN_NODE)
 
 
 @dataclass(frozen=True)
@@ -80,6 +71,10 @@ class PlanUnit:
     reduce_once: bool
     two_levels: bool
     parameters: Whole
+
+    @property
+    def sharding(self) -> ShardingMode:
+        return ShardingMode(self.mode)
 
 
 def unit_depths(units: Sequence[PlanUnit]) -> dict[str, int]:

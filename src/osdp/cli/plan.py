@@ -13,7 +13,8 @@ from osdp.cli.progress import shown_progress
 from osdp.cluster import Cluster, format_bytes, parse_bytes, parse_rate
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import DoesNotFit, UsageError
-from osdp.planfile import MODES, PLAN_VERSION, Plan
+from osdp.planfile import PLAN_VERSION, Plan
+from osdp.sharding import MODES
 
 if TYPE_CHECKING:
     from osdp.model.source import ModelSource

@@ -24,7 +24,7 @@ from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
-from osdp.planfile import REPLICATE, Plan, PlanUnit
+from osdp.planfile import Plan, PlanUnit
 from osdp.search.problem import (
     Problem,
     Rows,
@@ -122,8 +122,8 @@ class StepGraph:
         unit, option, places = self.layout.units[index], self.options[index], self.layout.places[index]
         lines, wires = option_lines(unit, option, places, self.training, self.cluster)
         kernels = Kernels.of(places, timed[0], timed[1], self.batch, self.batch)
-        lines |= slice_lines(wires, kernels, replicated=option.mode == REPLICATE)
-        split = option.slices if option.mode != REPLICATE else 1
+        lines |= slice_lines(wires, kernels, replicated=not option.mode.is_sharded)
+        split = option.slices if option.mode.is_sharded else 1
         return UnitOption(option, _NO_BYTES, _NO_BYTES, split, reduce_once=option.reduce_once, **lines)
 
     def collectives(self, micro_batches: int | None = None) -> list[PlannedCollective]:
@@ -341,7 +341,7 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
 
 
 def _option(unit: PlanUnit) -> Option:
-    return Option(unit.mode, unit.splits, max(unit.sharded_splits, 1), unit.reduce_once, unit.two_levels)
+    return Option(unit.sharding, unit.splits, max(unit.sharded_splits, 1), unit.reduce_once, unit.two_levels)
 
 
 def _names(shapes: Shapes, stage: int, shape: Shape) -> set[str]:

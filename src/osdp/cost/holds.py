@@ -47,9 +47,9 @@ from typing import NamedTuple
 
 from osdp.cluster import Cluster
 from osdp.cost.training import Training
-from osdp.cost.units import Option, Sizes, Unit, is_gathered_again, is_kept
+from osdp.cost.units import Option, Sizes, Unit
 from osdp.model.graph import Affine, Operator
-from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
+from osdp.sharding import ShardingMode
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -151,7 +151,7 @@ def unit_holds(unit: Unit, option: Option, places: Places, training: Training, c
 
 
 def _held(
-    mode: str, count: int, sizes: Sizes, option: Option, places: Places, training: Training, cluster: Cluster
+    mode: ShardingMode, count: int, sizes: Sizes, option: Option, places: Places, training: Training, cluster: Cluster
 ) -> list[Hold]:
     """Parameters, states and, once reduced, gradients of `count` slices; and their copies between the passes."""
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
@@ -164,11 +164,11 @@ def _held(
     again = places.enter_again or places.leave_again
     if places.leave is None or again is None:
         return holds
-    if is_kept(mode):
+    if mode.is_kept:
         # Kept slices gather up while the operator runs; between the passes they are the whole unit.
         begin, finish = (places.leave, again) if option.slices == 1 else (places.enter, places.leave_again)
         holds.append(Hold(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish or again))
-    elif mode == FREE_TO_NODE:
+    elif mode.is_sharded_anew:
         shard = -(-sizes.gathered // cluster.devices_per_node) * compute
         holds.append(Hold(GATHERED, count * shard, places.leave.next(), again.next()))
     return holds
@@ -201,15 +201,15 @@ def _gradients(
     ]
 
 
-def _computes_in_place(mode: str, training: Training) -> bool:
+def _computes_in_place(mode: ShardingMode, training: Training) -> bool:
     """See [Note: In place]."""
-    return mode == REPLICATE and not training.precision.casts
+    return not mode.is_sharded and not training.precision.casts
 
 
 def forward_issue(places: Places, cluster: Cluster) -> Position | None:
     """Where forward issues a unit's gather: carried, as the unit before it is entered; see [Note: Prefetch]."""
     issue = places.issue
-    if issue is None or places.is_second or not cluster.device.is_cpu:
+    if issue is None or places.is_second or not cluster.engine.gathers_before_waiting:
         return issue
     return Position(issue.visit, issue.slot - ISSUE + COPY)
 
@@ -221,10 +221,11 @@ def _forward(option: Option, sizes: Sizes, places: Places, training: Training, c
         return []
     compute = training.precision.compute_bytes
     copy = sizes.gathered * compute
-    issues_first = cluster.device.is_cpu and places.issue is not None  # the next one's, before its own is copied out
+    # the next one's gather is issued before its own is copied out
+    issues_first = cluster.engine.gathers_before_waiting and places.issue is not None
     entered = places.enter.next() if issues_first else places.enter
     holds = [Hold(GATHERED, copy, entered, places.leave)]
-    if mode == FREE_TO_NODE and slices == 1:  # its own part is cloned before the copy is freed
+    if mode.is_sharded_anew and slices == 1:  # its own part is cloned before the copy is freed
         extra = sizes.clone_extra(cluster.devices_per_node) * compute
         holds.append(Hold(GATHERED, copy + extra, places.leave, places.leave.next()))
     column = _column_bytes(option, sizes, training, cluster)
@@ -239,7 +240,7 @@ def _column_bytes(option: Option, sizes: Sizes, training: Training, cluster: Clu
 
 
 def _gather(
-    mode: str,
+    mode: ShardingMode,
     slices: int,
     sizes: Sizes,
     sent: int,
@@ -251,7 +252,7 @@ def _gather(
 ) -> list[Hold]:
     """The buffers of one gather: its output, and the cast of what this rank sends; see [Note: Prefetch]."""
     compute = training.precision.compute_bytes
-    if mode == REPLICATE:  # nothing is sent; a cast is made parameter by parameter
+    if not mode.is_sharded:  # nothing is sent; a cast is made parameter by parameter
         return [Hold(BUFFERS, sizes.cast_extra * compute, enter, enter.next())] if training.precision.casts else []
     output = sizes.gathered * compute
     holds = [Hold(BUFFERS, output, issue or enter, enter.next())]
@@ -278,8 +279,8 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
         beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)
         holds.append(Hold(GATHERED, beyond_input, places.leave_again, places.leave_again.next()))
-    if is_gathered_again(mode) or mode == REPLICATE:
-        in_node = mode == FREE_TO_NODE
+    if not mode.is_kept:
+        in_node = mode.is_sharded_anew
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
         column = 0 if in_node else _column_bytes(option, sizes, training, cluster)
         ahead = places.leave_again  # up to where the next slice's gather is held
@@ -290,19 +291,21 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     return holds
 
 
-def _gathered_in_vain(mode: str, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def _gathered_in_vain(
+    mode: ShardingMode, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+) -> list[Hold]:
     """The gather of a unit that backward never reaches, issued by the one before it: FSDP2 frees it in the end."""
     issue, compute = places.issue_again, training.precision.compute_bytes
-    if issue is None or not is_gathered_again(mode):
+    if issue is None or not mode.is_gathered_again:
         return []
-    sent = sizes.gathered // cluster.devices_per_node if mode == FREE_TO_NODE else sizes.held
+    sent = sizes.gathered // cluster.devices_per_node if mode.is_sharded_anew else sizes.held
     cast = [Hold(BUFFERS, sent * compute, issue, issue.next())] if training.precision.casts else []
     return [Hold(BUFFERS, sizes.gathered * compute, issue, places.finish), *cast]
 
 
 def _lasts(training: Training, cluster: Cluster) -> bool:
     """Whether reductions are under way beside backward's kernels: carried ones, if no cast waits for the result."""
-    return cluster.device.is_cpu and training.reduce_bytes == training.precision.master_bytes
+    return cluster.engine.reduces_before_waiting and training.reduce_bytes == training.precision.master_bytes
 
 
 def reduction_end(places: Places, training: Training, cluster: Cluster) -> Position:
@@ -324,7 +327,8 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     under_way = _lasts(training, cluster)
     ended = freed = reduction_end(places, training, cluster)
     begin = leave.next() if option.slices == 1 else entry
-    if cluster.device.is_cpu and mode == REPLICATE and option.slices == 1:  # its input is freed once it is copied
+    own_reduction = cluster.engine.reduces_before_waiting  # not FSDP2's
+    if own_reduction and not mode.is_sharded and option.slices == 1:  # its input is freed once it is copied
         freed = begin
         beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
         holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), freed, freed.next()))
@@ -333,14 +337,14 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     if cluster.device.is_cpu:
         holds.append(Hold(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce
-    if cluster.device.is_cpu:
+    if own_reduction:
         room = _room(option, sizes, cluster)
         if under_way:
             holds.append(Hold(BUFFERS, room * reduce, begin, ended))
-        elif mode != REPLICATE:  # it is free again when the result is cast; a replica's is less than its input was
+        elif mode.is_sharded:  # it is free again when the result is cast; a replica's is less than its input was
             holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
     # FSDP2's own all-reduce holds its buffer through backward
-    lasting = mode in (REPLICATE, *IN_NODE) and not cluster.device.is_cpu
+    lasting = (not mode.is_sharded or mode.is_reduced_across) and not own_reduction
     if reduce != master:
         holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
@@ -354,7 +358,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
 
 def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:
     """Elements that a carried reduction has room for beside its input and its result."""
-    if option.mode == REPLICATE:
+    if not option.mode.is_sharded:
         return -(-sizes.trained // cluster.world_size) if cluster.world_size > 1 else 0
     return sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
 
@@ -365,7 +369,7 @@ def _own_gradients(
     """A unit's gradients, each from its kernel on until all are copied in, from `entry` to `copied`."""
     compute, numels = training.precision.compute_bytes, dict(sizes.gradients)
     held_longer: list[str] = []
-    if option.mode != REPLICATE and copied != places.leave_again:  # of slices none outlives the operator
+    if option.mode.is_sharded and copied != places.leave_again:  # of slices none outlives the operator
         # FSDP2's loop variables still name the last one, and the last of those that it has put in order
         held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one]
     made = dict(places.gradients)

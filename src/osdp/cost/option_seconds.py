@@ -16,8 +16,8 @@ from osdp.cost.holds import Places
 from osdp.cost.seconds import Collective, Compute, slice_work
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Unit
-from osdp.planfile import REPLICATE
 from osdp.search.problem import Seconds
+from osdp.sharding import REPLICATE
 
 Lines = dict[str, Any]  # by the names of `UnitOption`, each a `Seconds`
 
@@ -38,7 +38,7 @@ def option_lines(
     """What does not depend on the batch size, and what slices' turns depend on."""
     own = slice_work(unit, option, option.mode, places, training, cluster)
     slices = option.slices
-    replicated = option.mode == REPLICATE
+    replicated = not option.mode.is_sharded
     rest = own if slices == 1 else slice_work(unit, option, REPLICATE, places, training, cluster)
 
     def line(own: float, other: float) -> Seconds:

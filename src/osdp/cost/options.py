@@ -15,7 +15,6 @@ from osdp.cost.option_seconds import option_lines
 from osdp.cost.slots import Slots, value_at, visit_bytes
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
-from osdp.planfile import OVER_WORLD, REPLICATE
 from osdp.search.problem import (
     SECONDS,
     Amount,
@@ -23,6 +22,7 @@ from osdp.search.problem import (
     Seconds,
     UnitOption,
 )
+from osdp.sharding import Scope
 
 if TYPE_CHECKING:
     from osdp.cost.tables import Tables
@@ -54,7 +54,7 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
     for mode, slices, o in itertools.product(modes, (1, *split), once):
         flat = _option(tables, layout, unit, places, slots, Option(mode, slices, 1, o))
         found.append(flat)
-        if mode in OVER_WORLD and tables.rules.two_levels and tables.cluster.has_two_levels:
+        if mode.sharded_over is Scope.WORLD and tables.rules.two_levels and tables.cluster.has_two_levels:
             option = Option(mode, slices, 1, o, two_levels=True)
             faster = _option(tables, layout, unit, places, slots, option)
             found += [faster] if _seconds(faster) < _seconds(flat) else []  # it never holds less
@@ -133,7 +133,7 @@ def _at_slices(options: Sequence[UnitOption], name: str) -> IntArray:
 
 def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option) -> UnitOption:
     """Measures an option at one and, where it is split, at two sharded slices: everything between is on that line."""
-    split = option.slices > 1 and option.mode != REPLICATE
+    split = option.slices > 1 and option.mode.is_sharded
     one = _Measured(tables, layout, unit, places, slots, option)
     two = _Measured(tables, layout, unit, places, slots, replace(option, sharded=2)) if split else one
 

@@ -26,10 +26,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from osdp.cost.layout import Layout
-from osdp.cost.units import Option, Unit, is_kept
+from osdp.cost.units import Option, Unit
 from osdp.engine import Engine
 from osdp.model.graph import Mark, Stretch
-from osdp.planfile import FREE, REPLICATE, backward_order
+from osdp.planfile import backward_order
+from osdp.sharding import FREE, REPLICATE, ShardingMode
 
 
 class Do(Enum):
@@ -72,7 +73,7 @@ class Piece:
 
     index: int
     unit: Unit
-    mode: str
+    mode: ShardingMode
     slice: int = 0
 
 
@@ -93,7 +94,7 @@ def pieces_of(units: Sequence[Unit], options: Sequence[Option]) -> list[list[Pie
         if option.slices == 1:
             found.append([Piece(index, unit, option.mode)])
             continue
-        sharded = 0 if option.mode == REPLICATE else option.sharded
+        sharded = option.sharded if option.mode.is_sharded else 0
         modes = [option.mode] * sharded + [REPLICATE] * (option.slices - sharded)
         found.append([Piece(index, _slice(unit, option.slices, s), mode, s) for s, mode in enumerate(modes)])
     return found
@@ -278,7 +279,7 @@ class _Walk:
             self._emit(Do.GATHER_AGAIN if piece in self._freed else Do.GATHER, piece)
 
     def _free_unless_kept(self, piece: Piece) -> None:
-        if not is_kept(piece.mode):
+        if not piece.mode.is_kept:
             self._gathered.discard(piece)
             self._freed.add(piece)
 

@@ -14,9 +14,9 @@ from osdp.cluster.measured import between as timed_at
 from osdp.cost.holds import Places
 from osdp.cost.kernel_time import KernelTime
 from osdp.cost.training import Training
-from osdp.cost.units import Option, Sizes, Unit, is_gathered_again
+from osdp.cost.units import Option, Sizes, Unit
 from osdp.model.graph import FloatArray, Stretch, Trace
-from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE
+from osdp.sharding import ShardingMode
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 FORWARD, BACKWARD = "forward", "backward"
@@ -142,7 +142,9 @@ def unit_work(unit: Unit, option: Option, places: Places, training: Training, cl
     )
 
 
-def slice_work(unit: Unit, option: Option, mode: str, places: Places, training: Training, cluster: Cluster) -> UnitWork:
+def slice_work(
+    unit: Unit, option: Option, mode: ShardingMode, places: Places, training: Training, cluster: Cluster
+) -> UnitWork:
     """The collectives of a unit, or of one of its slices, that is held in `mode`."""
     gather: list[Collective] = []
     again: list[Collective] = []
@@ -151,8 +153,8 @@ def slice_work(unit: Unit, option: Option, mode: str, places: Places, training: 
     two_levels = option.crosses(mode)
     if places.enter is not None:
         gather = _visited(_gather(mode, sizes, training, cluster, again=False, two_levels=two_levels), cluster)
-    in_vain = places.issue_again is not None and is_gathered_again(mode)  # see [Note: Left at the end]
-    if in_vain or (places.enter_again is not None and (is_gathered_again(mode) or mode == REPLICATE)):
+    in_vain = places.issue_again is not None and mode.is_gathered_again  # see [Note: Left at the end]
+    if in_vain or (places.enter_again is not None and (not mode.is_kept)):
         again = _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels)
     if unit.trained and places.leave_again is not None:
         reduce = _visited(_reduce(mode, sizes, training, cluster, two_levels=two_levels), cluster)
@@ -195,30 +197,32 @@ def _over_world(
 
 
 def _gather(
-    mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool, two_levels: bool
+    mode: ShardingMode, sizes: Sizes, training: Training, cluster: Cluster, *, again: bool, two_levels: bool
 ) -> list[Collective]:
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
     nbytes = sizes.gathered * compute
-    if mode == REPLICATE:  # a local cast, or nothing: see [Note: In place] in osdp.cost.holds
+    if not mode.is_sharded:  # a local cast, or nothing: see [Note: In place] in osdp.cost.holds
         if not training.precision.casts:
             return []
         copied = sizes.gathered * (master + compute)
         seconds = cluster.copy_seconds(copied) + cluster.device.kernel_seconds
         return [Collective("copy", None, nbytes, 0.0, copied, seconds)]
     copied, tensors = 2 * nbytes + 2 * sizes.moved * compute, len(sizes.tensors)
-    if mode in IN_NODE or (mode == FREE_TO_NODE and again):
+    if mode.is_reduced_across or (mode.is_sharded_anew and again):
         return [_collective(ALL_GATHER, "node", nbytes, copied, tensors, cluster)]
     return _over_world(ALL_GATHER, nbytes, copied, tensors, cluster, two_levels=two_levels)
 
 
-def _reduce(mode: str, sizes: Sizes, training: Training, cluster: Cluster, *, two_levels: bool) -> list[Collective]:
+def _reduce(
+    mode: ShardingMode, sizes: Sizes, training: Training, cluster: Cluster, *, two_levels: bool
+) -> list[Collective]:
     compute, reduce = training.precision.compute_bytes, training.reduce_bytes
     nbytes, tensors = sizes.reduced * reduce, len(sizes.gradients)
     moved = sum(numel for _, numel in sizes.moved_gradients)
     copied = (sum(numel for _, numel in sizes.gradients) + 2 * moved) * compute + nbytes
-    if mode == REPLICATE:
+    if not mode.is_sharded:
         return [_collective(ALL_REDUCE, "world", nbytes, copied + 2 * nbytes, tensors, cluster)]
-    if mode in IN_NODE:
+    if mode.is_reduced_across:
         return [
             _collective(REDUCE_SCATTER, "node", nbytes, copied, tensors, cluster),
             _collective(ALL_REDUCE, "across", sizes.trained * reduce, 0, 0, cluster),

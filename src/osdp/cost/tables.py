@@ -27,7 +27,6 @@ from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
-from osdp.planfile import MODES, REPLICATE
 from osdp.search.problem import (
     Guest,
     Problem,
@@ -36,6 +35,7 @@ from osdp.search.problem import (
     StageTable,
     UnitOption,
 )
+from osdp.sharding import MODES, ShardingMode
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rules:
     two_levels: bool = True
     pins: Mapping[str, str] | None = None
 
-    def modes_of(self, unit: Unit, operators: Sequence[str], cluster: Cluster) -> tuple[str, ...]:
+    def modes_of(self, unit: Unit, operators: Sequence[str], cluster: Cluster) -> tuple[ShardingMode, ...]:
         allowed = tuple(mode for mode in modes_for(cluster) if mode in self.modes)
         names = {unit.name, *unit.modules, *operators}
         pinned = {
@@ -189,7 +189,7 @@ class Tables:
 class Uniform:
     """One way for all units: blocks are gathered whole, nothing is split; as the usual ways to train are."""
 
-    mode: str
+    mode: ShardingMode
     recompute: bool
     reduce_once: bool
 
@@ -343,7 +343,7 @@ class _MadeShape:
         if key.slices == 1:
             return option
         wires = self.wires[unit, replace(key, sharded=1)]
-        return replace(option, **slice_lines(wires, kernels[unit], replicated=key.mode == REPLICATE))
+        return replace(option, **slice_lines(wires, kernels[unit], replicated=not key.mode.is_sharded))
 
 
 _NEIGHBOURS = 2  # on either side of a block: what it costs depends on no more of them

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from osdp.cluster import Cluster
 from osdp.cost.sharding import shard_dim
 from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, KEEP, KEEP_IN_NODE, MODES, OVER_WORLD, REPLICATE
+from osdp.sharding import FREE, KEEP, MODES, REPLICATE, Scope, ShardingMode
 
 WHOLE, PARTS, OPERATORS = "whole", "parts", "operators"
 GRANULARITIES = (WHOLE, PARTS, OPERATORS)
@@ -34,22 +34,22 @@ LARGE_NUMEL = 1 << 22  # operators from this size on may be split
 class Option:
     """How one unit is held: of `slices` slices, `sharded` in `mode`, the others replicated; see `PlanUnit`."""
 
-    mode: str
+    mode: ShardingMode
     slices: int = 1
     sharded: int = 1
     reduce_once: bool = False
     two_levels: bool = False
 
     @property
-    def held(self) -> list[tuple[str, int]]:
+    def held(self) -> list[tuple[ShardingMode, int]]:
         """The modes that slices are held in, each with the number of slices."""
-        sharded = 0 if self.mode == REPLICATE else self.sharded
+        sharded = self.sharded if self.mode.is_sharded else 0
         kinds = ((self.mode, sharded), (REPLICATE, self.slices - sharded))
         return [(mode, count) for mode, count in kinds if count]
 
-    def crosses(self, mode: str) -> bool:
+    def crosses(self, mode: ShardingMode) -> bool:
         """Whether slices that are held in `mode` are exchanged on two levels."""
-        return self.two_levels and mode in OVER_WORLD
+        return self.two_levels and mode.sharded_over is Scope.WORLD
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Unit:
         """Equal for units that cost the same."""
         return tuple((p.shape, p.trainable) for p in self.parameters), self.split_dim
 
-    def sizes(self, mode: str, cluster: Cluster, slices: int = 1) -> Sizes:
+    def sizes(self, mode: ShardingMode, cluster: Cluster, slices: int = 1) -> Sizes:
         shapes = tuple((p.name, self._sliced(p.shape, slices), p.trainable) for p in self.parameters)
-        return _sizes(shapes, shard_ranks(mode, cluster), mode == FREE_TO_NODE)
+        return _sizes(shapes, mode.ranks(cluster.devices_per_node, cluster.world_size), mode.is_sharded_anew)
 
     def _sliced(self, shape: tuple[int, ...], slices: int) -> tuple[int, ...]:
         """The shape of the largest slice: all slices are priced like it."""
@@ -168,27 +168,13 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
     )
 
 
-def modes_for(cluster: Cluster) -> tuple[str, ...]:
+def modes_for(cluster: Cluster) -> tuple[ShardingMode, ...]:
     """The modes that differ from each other on a cluster."""
     if cluster.world_size == 1:
         return (REPLICATE,)
     if cluster.nodes == 1 or cluster.devices_per_node == 1:
         return (REPLICATE, KEEP, FREE)
     return MODES
-
-
-def shard_ranks(mode: str, cluster: Cluster) -> int:
-    if mode == REPLICATE:
-        return 1
-    return cluster.devices_per_node if mode in IN_NODE else cluster.world_size
-
-
-def is_kept(mode: str) -> bool:
-    return mode in (KEEP, KEEP_IN_NODE)
-
-
-def is_gathered_again(mode: str) -> bool:
-    return mode in (FREE, FREE_TO_NODE, FREE_IN_NODE)
 
 
 def stage_units(graph: ModelGraph, stage: Stage) -> dict[str, tuple[Unit, ...]]:

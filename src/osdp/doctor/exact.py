@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 import osdp
 from osdp.doctor.report import Check
 from osdp.doctor.subject import Subject
-from osdp.planfile import FREE, FREE_TO_NODE, MODES, REPLICATE, Plan
+from osdp.planfile import Plan
 from osdp.runtime.split import held_parameters
+from osdp.sharding import FREE, FREE_TO_NODE, MODES, REPLICATE
 from osdp.training.world import World
 
 STEPS, LEARNING_RATE = 2, 0.5

@@ -11,16 +11,8 @@ from dataclasses import dataclass, replace
 
 from osdp.cost.graph import step_graph_of
 from osdp.model.graph import ModelGraph
-from osdp.planfile import (
-    FREE,
-    FREE_IN_NODE,
-    FREE_TO_NODE,
-    KEEP,
-    KEEP_IN_NODE,
-    REPLICATE,
-    Plan,
-    PlanUnit,
-)
+from osdp.planfile import Plan, PlanUnit
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 # Of each mode the nearest that holds no more memory between steps.
 NEAREST = {REPLICATE: KEEP, FREE_TO_NODE: FREE, KEEP_IN_NODE: KEEP, FREE_IN_NODE: FREE, KEEP: KEEP, FREE: FREE}
@@ -121,7 +113,7 @@ def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
         else:
             merged += 1
             have = units[unit.block]
-            mode = have.mode if NEAREST[unit.mode] == NEAREST[have.mode] else FREE
+            mode = have.mode if NEAREST[unit.sharding] == NEAREST[have.sharding] else FREE
             once = have.reduce_once and unit.reduce_once
             units[unit.block] = replace(have, mode=mode, reduce_once=once, parameters=have.parameters + unit.parameters)
     said = f"{_units(merged)} within blocks: a block is gathered whole" if merged else None
@@ -129,10 +121,10 @@ def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
 
 
 def keep_or_free(plan: Plan) -> tuple[Plan, str | None]:
-    others = [unit for unit in plan.units if NEAREST[unit.mode] != unit.mode]
-    names = sorted({f"{unit.mode} becomes {NEAREST[unit.mode]}" for unit in others})
+    others = [unit for unit in plan.units if NEAREST[unit.sharding] != unit.mode]
+    names = sorted({f"{unit.mode} becomes {NEAREST[unit.sharding]}" for unit in others})
     said = f"the modes of {_units(len(others))} ({', '.join(names)})" if others else None
-    return _with(plan, [_held(unit, NEAREST[unit.mode]) for unit in plan.units]), said
+    return _with(plan, [_held(unit, NEAREST[unit.sharding]) for unit in plan.units]), said
 
 
 def recompute_all_or_none(plan: Plan) -> tuple[Plan, str | None]:

@@ -7,18 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from osdp.planfile import (
-    FREE,
-    FREE_IN_NODE,
-    FREE_TO_NODE,
-    IN_NODE,
-    KEEP,
-    KEEP_IN_NODE,
-    REPLICATE,
-    Plan,
-    backward_order,
-    unit_depths,
-)
+from osdp.planfile import Plan, backward_order, unit_depths
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, ShardingMode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +84,8 @@ def reduce(model: nn.Module, *, last: bool) -> None:
 def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
     ranks, nodes, per_node = plan.cluster.world_size, plan.cluster.nodes, plan.cluster.devices_per_node
     units = [
-        (unit.modules, REPLICATE if per_node == 1 and unit.mode in IN_NODE else unit.mode, unit) for unit in plan.units
+        (unit.modules, REPLICATE if per_node == 1 and unit.sharding.is_reduced_across else unit.sharding, unit)
+        for unit in plan.units
     ]
     modes = list(dict.fromkeys(mode for _, mode, _ in units))
     sizes = {"ranks": ranks, "nodes": nodes, "per_node": per_node}
@@ -224,7 +215,7 @@ def lightning_text(plan: Plan, head: str, model: nn.Module) -> str:
 
 
 def _mesh_of(mode: str) -> str:
-    return "replicas" if mode == REPLICATE else "nodes" if mode in IN_NODE else "world"
+    return "replicas" if mode == REPLICATE else "nodes" if ShardingMode(mode).is_reduced_across else "world"
 
 
 _TORCHTITAN = '''

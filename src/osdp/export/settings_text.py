@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from osdp.export.python_text import template
-from osdp.planfile import FREE, KEEP, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP, ShardingMode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +55,7 @@ def transformers_text(plan: Plan, head: str, model: nn.Module) -> str:
         architecture=type(model).__name__,
         batch=plan.batch_size,
         accumulation=plan.accumulation,
-        plan="\n".join(f'    "{name}": "{_WEIGHT[mode]}",' for name, mode in entries.items()),
+        plan="\n".join(f'    "{name}": "{_WEIGHT[ShardingMode(mode)]}",' for name, mode in entries.items()),
         ranks=plan.cluster.world_size,
         mixed=plan.precision == "bf16",
         recompute="    model.gradient_checkpointing_enable()\n" if recompute else "",

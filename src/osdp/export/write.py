@@ -13,7 +13,8 @@ from osdp.export.degrade import Change, Degraded, degraded
 from osdp.export.python_text import fsdp2_text, lightning_text, torchtitan_text
 from osdp.export.settings_text import accelerate_text, transformers_text
 from osdp.model.graph import ModelGraph
-from osdp.planfile import FREE, KEEP, Plan
+from osdp.planfile import Plan
+from osdp.sharding import FREE, KEEP
 
 if TYPE_CHECKING:
     from torch import nn

@@ -31,11 +31,11 @@ import torch
 from osdp.cluster import Cluster, Measured
 from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from osdp.cost.units import OPERATORS, WHOLE, Option, modes_for
-from osdp.planfile import FREE, KEEP, KEEP_IN_NODE, REPLICATE
 from osdp.profiling.bench import Bench
 from osdp.profiling.fit import Array, least_squares
 from osdp.profiling.stack import HEAD_WIDTH, LENGTH, Passes, Stack, Turns
 from osdp.runtime.agree import by_rank_0
+from osdp.sharding import FREE, KEEP, KEEP_IN_NODE, REPLICATE
 
 TINY_WIDTH = 8
 _GATHER_SECONDS = 0.01  # of a large block, about: what a unit's takes on a slow network

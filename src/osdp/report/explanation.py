@@ -30,8 +30,9 @@ from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option, modes_for
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
-from osdp.planfile import OVER_WORLD, Plan
+from osdp.planfile import Plan
 from osdp.report.grouping import label_of
+from osdp.sharding import Scope, ShardingMode
 
 GIB = 1 << 30
 GBIT_BYTES = 125_000_000
@@ -211,7 +212,7 @@ def explained(step: StepGraph, index: int, names: tuple[str, ...]) -> Explained:
     others: list[Alternative] = []
     for shape in _shapes_of(shapes, index, shaped.shape, shaped.stage.is_block):
         for mode in modes_for(step.cluster):
-            two_levels = largest.two_levels and mode in OVER_WORLD
+            two_levels = largest.two_levels and ShardingMode(mode).sharded_over is Scope.WORLD
             option = Option(mode, reduce_once=largest.reduce_once, two_levels=two_levels)
             if shape != shaped.shape or any(each != option for each in mine):
                 changed = _changed(step, shapes, index, shape, names, option)

@@ -8,8 +8,9 @@ from itertools import groupby
 
 from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.errors import DoesNotFit
-from osdp.planfile import MODES, REPLICATE, Baseline, Certificate, Plan, PlanUnit
+from osdp.planfile import Baseline, Certificate, Plan, PlanUnit
 from osdp.report.grouping import below, label_of, merged
+from osdp.sharding import MODES, REPLICATE
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def parts_of(amounts: Mapping[str, float], whole: float) -> tuple[Part, ...]:
 
 def held_shares(units: tuple[PlanUnit, ...]) -> tuple[Part, ...]:
     """How much of the model is held in each mode, in parameters; a split unit may be held in two."""
-    amounts = dict.fromkeys(MODES, 0.0)
+    amounts: dict[str, float] = dict.fromkeys(MODES, 0.0)
     for unit in units:
         sharded = unit.parameters if unit.mode == REPLICATE else unit.parameters * unit.sharded_splits / unit.splits
         amounts[unit.mode] += sharded

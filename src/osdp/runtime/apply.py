@@ -32,7 +32,7 @@ from osdp.engine import ASYNC_GLOO, Engine
 from osdp.errors import UsageError
 from osdp.losses import chunk_loss
 from osdp.model.fake import without_cache
-from osdp.planfile import FREE_TO_NODE, IN_NODE, REPLICATE, Plan, PlanUnit, backward_order, unit_depths
+from osdp.planfile import Plan, PlanUnit, backward_order, unit_depths
 from osdp.runtime.agree import check_model, check_ranks, check_weights
 from osdp.runtime.clip import scale_to, torch_norm
 from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
@@ -46,6 +46,7 @@ from osdp.runtime.same_inputs import one_tensor_stays_one
 from osdp.runtime.scalars import give_scalars_a_dimension
 from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Exchange, Unused, largest_of_all, on_any_rank, on_this_rank
+from osdp.sharding import REPLICATE, ShardingMode
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,7 +56,7 @@ class Piece:
     """What one `fully_shard` is applied to: the modules of a unit, or one slice of it."""
 
     unit: PlanUnit
-    mode: str
+    mode: ShardingMode
     modules: tuple[nn.Module, ...]
     depth: int
 
@@ -130,7 +131,7 @@ def parallelize(
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
         for group in param_groups(piece.modules[0]):
             reduce_after_last_call(group, None if reductions is None else reductions.finish)
-            if piece.mode == REPLICATE:
+            if not piece.mode.is_sharded:
                 compute_in_place(group)
     if reductions is not None:
         _carry(pieces, meshes, reductions)
@@ -185,12 +186,12 @@ def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> l
     depth = unit_depths(plan.units)
     for unit in plan.units:
         if unit.splits == 1:
-            pieces.append(Piece(unit, unit.mode, tuple(modules[name] for name in unit.modules), depth[unit.name]))
+            pieces.append(Piece(unit, unit.sharding, tuple(modules[name] for name in unit.modules), depth[unit.name]))
         for index, part in enumerate(slices.get(unit.name, ())):
-            mode = unit.mode if index < unit.sharded_splits else REPLICATE
+            mode = unit.sharding if index < unit.sharded_splits else REPLICATE
             pieces.append(Piece(unit, mode, (part,), depth[unit.name] + 1))
     alone = plan.cluster.devices_per_node == 1  # what is sharded over one device is replicated
-    return [replace(piece, mode=REPLICATE) if alone and piece.mode in IN_NODE else piece for piece in pieces]
+    return [replace(piece, mode=REPLICATE) if alone and piece.mode.is_reduced_across else piece for piece in pieces]
 
 
 def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes) -> None:
@@ -210,9 +211,9 @@ def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes
         fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy, ignored_params=sharded)
 
 
-def _placement(mode: str, meshes: Meshes) -> Callable[[nn.Parameter], Shard] | None:
+def _placement(mode: ShardingMode, meshes: Meshes) -> Callable[[nn.Parameter], Shard] | None:
     """See [Note: Shard dimension] in osdp.cost.sharding."""
-    if mode == FREE_TO_NODE:
+    if mode.is_sharded_anew:
         return None
     ranks = meshes.of(mode).size(-1)
     return lambda parameter: Shard(shard_dim(parameter.shape, ranks))
@@ -246,7 +247,7 @@ def _carry(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> N
             scatter = CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
             module.set_custom_all_gather(CarriedAllGather(courier, two_levels=two_levels))
             module.set_custom_reduce_scatter(scatter)
-            if piece.mode == REPLICATE:
+            if not piece.mode.is_sharded:
                 module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
 
 

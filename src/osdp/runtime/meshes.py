@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from osdp._torch import default_timeout
 from osdp.accelerator import FAKE
 from osdp.engine import ASYNC_GLOO, Engine
-from osdp.planfile import FREE, FREE_IN_NODE, FREE_TO_NODE, IN_NODE, REPLICATE
 from osdp.runtime.courier import Courier, Groups
+from osdp.sharding import ShardingMode
 
 LANES = 2  # see [Note: Courier]
 _Key = tuple[str, int, int, Engine]
@@ -109,13 +109,13 @@ class Meshes:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def of(self, mode: str) -> DeviceMesh:
-        if mode == REPLICATE:
+    def of(self, mode: ShardingMode) -> DeviceMesh:
+        if not mode.is_sharded:
             return self.replicas
-        return self.node if mode in IN_NODE else self.world
+        return self.node if mode.is_reduced_across else self.world
 
-    def after_forward(self, mode: str) -> bool | int:
+    def after_forward(self, mode: ShardingMode) -> bool | int:
         """FSDP2's `reshard_after_forward`. A replica's compute copy is freed: making it again costs no traffic."""
-        if mode == FREE_TO_NODE:
+        if mode.is_sharded_anew:
             return self.devices_per_node
-        return mode in (FREE, FREE_IN_NODE, REPLICATE)
+        return not mode.is_kept

@@ -12,10 +12,10 @@ from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
-from osdp.planfile import MODES
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import Rounds
 from osdp.profiling.stages import StageRounds
+from osdp.sharding import MODES
 from osdp.training.errand import Errand
 from osdp.training.run import this_cluster
 from osdp.training.world import World, started
