@@ -23,8 +23,8 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import modes_for
 from osdp.search import highs
+from osdp.search.milp import ColumnsOfStages, Model
 from osdp.search.problem import Problem
-from osdp.search.program import Kinds, Model
 from osdp.search.solve import _scale, coarse_groups, first_groups
 
 MODELS = ("gpt-48x1536", "gpt-pyramid", "bert-large", "llama3-8b")
@@ -52,7 +52,7 @@ def problems(models: list[str], seed: int) -> Iterator[tuple[str, Tables, int, i
 def answers(problem: Problem) -> tuple[str, str, str]:
     """What HiGHS says with presolve and without, and what `solve` makes of it."""
     groups = (first_groups if len(problem.stages) < 40 else coarse_groups)(problem)
-    program = Model(problem, groups, kinds=Kinds(problem, _scale(problem))).program
+    program = Model(problem, groups, kinds=ColumnsOfStages(problem, _scale(problem))).program
     model = highs._model(program, True, None)
     found = [highs._run(model, 60.0, highs.INFINITY, *options) for options in ((), (("presolve", "off"),))]
     ways = ["infeasible" if each.getModelStatus() in highs._INFEASIBLE else FEASIBLE for each in found]

@@ -125,7 +125,7 @@ class UnusedInside(Block):
         self.idle = nn.Parameter(torch.ones(WIDTH))
 
 
-class Unused(Model):
+class UnusedGradients(Model):
     """Modules that are never called, in the model and in its blocks, and parameters that are never used."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from osdp.search.problem import (
     SECONDS,
     Amount,
-    Guest,
+    CrossStageUnit,
     Problem,
     Rows,
     Seconds,
@@ -164,7 +164,7 @@ def _spanning(draw: _Draw, stages: list[StageTable]) -> list[StageTable]:
         far[[0, len(stages) - 1, len(stages), visits - 1]] = 0
         values = {**option.__dict__, "far": far, "between": Amount(), "after": Amount()}
         options.append(UnitOption(**values))
-    guest = Guest(
+    guest = CrossStageUnit(
         0,
         0,
         tuple(_table(draw, len(last.forward), option.slices > 1) for option in options),

@@ -44,7 +44,7 @@ def test_streams_events_and_the_allocator_are_touched_in_one_module() -> None:
     assert {path for path, name in found if name != "Event"} == {"accelerator.py"}
     assert {path for path, name in found if name == "Event"} == {
         "accelerator.py",
-        *("runtime/courier.py", "training/baddays.py"),  # threading's
+        *("runtime/async_comm.py", "training/failures.py"),  # threading's
     }
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 from msgspec import Meta
-from odd_models import Adapters, Owning, Repeated, TiedThrice, Unused, UnusedBeside, odd_graph
+from odd_models import Adapters, Owning, Repeated, TiedThrice, UnusedBeside, UnusedGradients, odd_graph
 from planned import plan_by_hand
 from torch import nn
 
@@ -171,7 +171,7 @@ def test_every_parameter_is_in_exactly_one_unit(plan: Plan) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [Unused, UnusedBeside, TiedThrice, Owning, Repeated, Adapters])
+@pytest.mark.parametrize("kind", [UnusedGradients, UnusedBeside, TiedThrice, Owning, Repeated, Adapters])
 @pytest.mark.parametrize("granularity", [WHOLE, OPERATORS])
 def test_a_plan_of_an_odd_model_holds_what_is_called(kind: type[nn.Module], granularity: str) -> None:
     """Tied, unused, parent-owned and frozen parameters, and modules that are called several times."""

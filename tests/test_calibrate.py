@@ -18,7 +18,10 @@ from osdp.planfile import Plan
 from osdp.tuning.calibrate import Factors, MeasuredStep, calibrate, corrected
 
 CLUSTER = replace(
-    Cluster.parse("4xCPU"), overlap=0.5, exchange_seconds=2e-5, optimizers=(TimedOptimizer("adamw", 5e-6, 1e-9),)
+    Cluster.parse("4xCPU"),
+    overlap=0.5,
+    collective_overhead_seconds=2e-5,
+    optimizers=(TimedOptimizer("adamw", 5e-6, 1e-9),),
 )
 WAYS = [(mode, batch) for mode in ("replicate", "keep", "free") for batch in (1, 256)]
 

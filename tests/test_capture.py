@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from osdp.errors import OsdpError
 from osdp.model import capture as capturing
 from osdp.model import runs
-from osdp.model.assemble import CaptureError
 from osdp.model.capture import capture
 from osdp.model.fake import fake_copy, sequences_not_packed
 from osdp.model.graph import Affine, ModelGraph, Trace
 from osdp.model.source import ModelSource, load_model
+from osdp.model.stages import CaptureError
 from osdp.model.structure import own_blocks
 from osdp.model.trace import RawTrace, run_trace
 
@@ -299,14 +299,14 @@ def test_recompute_frees_what_a_checkpointed_run_frees(name: str) -> None:
 def comparable(graph: ModelGraph) -> tuple[object, ...]:
     """All of a graph, arrays as lists."""
 
-    def stretches(trace: Trace | None) -> object:
+    def segments(trace: Trace | None) -> object:
         if trace is None:
             return None
         both = (*trace.forward, *trace.backward)
         return [(s.mark, s.peak, s.end, s.flops.tolist(), s.moved.tolist()) for s in both]
 
     stages = [
-        (s.name, s.is_block, s.alike, s.operators, s.parts, stretches(s.plain), stretches(s.recomputed))
+        (s.name, s.is_block, s.alike, s.operators, s.parts, segments(s.plain), segments(s.recomputed))
         for s in graph.stages
     ]
     return stages, dict(graph.parameters), dict(graph.operators), graph.buffer_bytes, graph.input_bytes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from osdp.model import beside
-from osdp.model.beside import Beside, no_garbage_collection
+from osdp.model import fork_worker
+from osdp.model.fork_worker import ForkWorker, no_garbage_collection
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux forks here")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="on
 @pytest.fixture
 def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets it fork; in the end no child may be left but those that were there before, of other tests."""
-    monkeypatch.setattr(beside, "may_fork", lambda: True)
+    monkeypatch.setattr(fork_worker, "may_fork", lambda: True)
     before = children()
     yield
     assert children() == before
@@ -32,7 +32,7 @@ def children() -> set[str]:
 
 @pytest.mark.usefixtures("forking")
 def test_the_call_runs_in_another_process() -> None:
-    with Beside[tuple[int, bytes]]() as call:
+    with ForkWorker[tuple[int, bytes]]() as call:
         call.start(lambda: (os.getpid(), b"x" * (1 << 20)))  # more than a pipe holds at once
         process, much = call.result()
     assert process != os.getpid() and len(much) == 1 << 20
@@ -40,7 +40,7 @@ def test_the_call_runs_in_another_process() -> None:
 
 @pytest.mark.usefixtures("forking")
 def test_an_error_is_the_one_of_a_call_here() -> None:
-    with Beside[int]() as call:
+    with ForkWorker[int]() as call:
         call.start(lambda: [][0])
         with pytest.raises(IndexError, match="list index"):
             call.result()
@@ -55,30 +55,30 @@ def test_a_killed_child_is_replaced_by_a_call_here() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return os.getpid()
 
-    with Beside[int]() as call:
+    with ForkWorker[int]() as call:
         call.start(call_or_die)
         assert call.result() == parent
 
 
 @pytest.mark.usefixtures("forking")
 def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_PATIENCE", 0.2)
+    monkeypatch.setattr(fork_worker, "_PATIENCE", 0.2)
     parent = os.getpid()
-    with Beside[int]() as call:
+    with ForkWorker[int]() as call:
         call.start(lambda: parent if os.getpid() == parent else time.sleep(60) or 0)
         assert call.result() == parent
 
 
 @pytest.mark.usefixtures("forking")
 def test_an_interrupt_leaves_no_child() -> None:
-    with pytest.raises(KeyboardInterrupt), Beside[None]() as call:
+    with pytest.raises(KeyboardInterrupt), ForkWorker[None]() as call:
         call.start(lambda: time.sleep(60))
         raise KeyboardInterrupt
 
 
 def test_one_core_calls_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    with Beside[int]() as call:
+    with ForkWorker[int]() as call:
         call.start(os.getpid)
         assert call.result() == os.getpid()
 

@@ -36,7 +36,7 @@ from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
 
 
 def killed_at(event: int, folder: Path, step: int) -> None:
-    """Saves, and dies before the given file operation on the folder, or ends well if there are not so many."""
+    """Checkpointing, and dies before the given file operation on the folder, or ends well if there are not so many."""
     seen = 0
 
     def hook(name: str, args: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ from osdp.cost.graph import step_graph_of
 from osdp.cost.schedule import CollectiveRecord
 from osdp.cost.units import OPERATORS, WHOLE
 from osdp.planfile import Plan
-from osdp.runtime.record import recording
+from osdp.runtime.collective_recorder import recording
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 EVERY_MODE = (FREE, KEEP, REPLICATE, FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE)

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from osdp.errors import UsageError
 from osdp.model.source import ModelSource, output_loss
+from osdp.training.batches import feed_of
 from osdp.training.data import Order, Windows, demo_text, open_tokens, shuffled
-from osdp.training.feed import feed_of
 from osdp.training.loop import Data
 from osdp.training.optimizer import Schedule, make_optimizer
 

@@ -65,12 +65,12 @@ from osdp.engine import ASYNC_GLOO
 from osdp.runtime.meshes import meshes_of
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-courier, gate, done = meshes_of("cpu", 1, 1, engine=ASYNC_GLOO).courier, threading.Event(), []
+comm_threads, gate, done = meshes_of("cpu", 1, 1, engine=ASYNC_GLOO).comm_threads, threading.Event(), []
 for _ in range(2):
-    courier.send(lambda groups: gate.wait())
+    comm_threads.send(lambda groups: gate.wait())
 for _ in range(4999):
-    courier.send(lambda groups: None)
-courier.send(lambda groups: print("carried", flush=True))
+    comm_threads.send(lambda groups: None)
+comm_threads.send(lambda groups: print("carried", flush=True))
 if sys.argv[2] == "destroyed":
     dist.destroy_process_group()
 gate.set()

@@ -11,11 +11,11 @@ from small_models import captured, source
 from osdp.api import plan_graph, resolve
 from osdp.batching import Batching
 from osdp.cluster import Cluster
-from osdp.cost.holds import PARTS
+from osdp.cost.lifetimes import PARTS
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit, Remedy
-from osdp.fit import nothing_fits, smallest_timeline
+from osdp.infeasible import nothing_fits, smallest_timeline
 from osdp.model.capture import capture
 from osdp.planfile import Plan
 from osdp.sharding import FREE, REPLICATE

@@ -117,9 +117,9 @@ class Attention(nn.Module):
 
 
 def kinds(graph: ModelGraph) -> list[int]:
-    passes = [stretch for stage in graph.stages for stretch in (*stage.plain.forward, *stage.plain.backward)]
-    assert all(len(stretch.kinds) == len(stretch.flops) for stretch in passes)
-    return [int(kind) for stretch in passes for kind in stretch.kinds]
+    passes = [segment for stage in graph.stages for segment in (*stage.plain.forward, *stage.plain.backward)]
+    assert all(len(segment.kinds) == len(segment.flops) for segment in passes)
+    return [int(kind) for segment in passes for kind in segment.kinds]
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ def test_a_profile_up_to_where_the_rate_settles_ranks_plans_rightly() -> None:
 
 def test_a_profile_with_stages_reads_back_equal() -> None:
     cluster = timed(Cluster.parse("2x2xCPU"), "gpt", f=(1.0, 2.0, 4.5), b=(1.0, 2.5, 5.0))
-    cluster = replace(cluster, overlap=0.4, exchange_seconds=1e-4, optimizers=(TimedOptimizer("sgd", 0.0, 1e-9),))
+    cluster = replace(
+        cluster, overlap=0.4, collective_overhead_seconds=1e-4, optimizers=(TimedOptimizer("sgd", 0.0, 1e-9),)
+    )
     assert Cluster.from_dict(cluster.to_dict()) == cluster
 
 

@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from osdp.planfile import Plan, unpriced_plan
+from osdp.training.drift import Timing
+from osdp.training.logging import curves, measured_mfu, step_document, step_line
 from osdp.training.loop import Step
-from osdp.training.pace import Timing
-from osdp.training.say import curves, measured_mfu, step_document, step_line
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "plan.ipynb"
 

@@ -17,7 +17,7 @@ from osdp.api import Progress, resolve
 from osdp.cost import units
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
-from osdp.fit import smallest_timeline
+from osdp.infeasible import smallest_timeline
 from osdp.model import capture as capturing
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
 from osdp.search.solve import lowest_peak, solve_exactly

@@ -39,11 +39,11 @@ from osdp.model.source import ModelSource, load_model
 from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import groups_of
 from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of
-from osdp.profiling.fit import Point, fit, least_squares, settled
+from osdp.profiling.line_fit import Point, fit, least_squares, settled
 from osdp.profiling.rounds import LEAST_ROUNDS, Rounds, TimedLine, typical
 from osdp.profiling.stack import Passes, Stack
 from osdp.profiling.stages import StageRounds, larger_batch, rising
-from osdp.training.errand import Errand
+from osdp.training.rank_job import RankJob
 from osdp.training.world import started
 
 LATENCY, RATE = 2e-4, 5e8
@@ -124,7 +124,7 @@ def test_the_engines_figures_are_read_off_its_passes(word: str) -> None:
         options = [option for probe in probes_of(cluster) for option in probe.options]
         stacks.append(TimedStack(stack, known, {o: stack.predicted(o, truth.applied(known)) for o in options}))
     found = fitted(*stacks)
-    assert (found.visit_seconds, found.exchange_seconds) == pytest.approx((5e-4, 2e-3), rel=0.02)
+    assert (found.unit_overhead_seconds, found.collective_overhead_seconds) == pytest.approx((5e-4, 2e-3), rel=0.02)
     assert (found.tensor_seconds, found.copy_byte_seconds) == pytest.approx((1e-4, 2e-10), rel=0.1)
     assert found.overlap == pytest.approx(0.7, abs=0.02)
     assert found.busy == pytest.approx({pair: busy[pair] for pair in found.busy}, abs=0.05)
@@ -187,9 +187,9 @@ def test_a_line_goes_through_the_medians_of_all_rounds() -> None:
     """Amounts of 1, 2 and 4, of which the second is slow in some rounds: 5 ms each in the median."""
     with (
         started(timeout_seconds=60) as world,
-        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+        RankJob(world, timeout_seconds=60, quiet=True).under_way() as rank_job,
     ):
-        line = TimedLine[int](Bench(errand, budget_seconds=1))
+        line = TimedLine[int](Bench(rank_job, budget_seconds=1))
         for amount in (1, 2, 4):
             slow = 0.05 if amount == 2 else 0.0
             line.admit(amount, _Pretended(*(5e-3 * amount + each for each in (0.0, 0.0, slow, 0.0))), (0.0, amount))
@@ -209,12 +209,12 @@ def test_what_is_computed_counts_in_seconds_of_processor_times_a_stretch(busy: f
 
     with (
         started(timeout_seconds=60) as world,
-        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+        RankJob(world, timeout_seconds=60, quiet=True).under_way() as rank_job,
     ):
-        bench = Bench(errand, budget_seconds=1)
-        assert bench.stretch == 1.0  # nothing ran yet
+        bench = Bench(rank_job, budget_seconds=1)
+        assert bench.segment == 1.0  # nothing ran yet
         assert bench.computed(3, run) == pytest.approx([busy / 4, busy * 3 / 4])
-        assert bench.stretch == pytest.approx(2.0, rel=0.3)
+        assert bench.segment == pytest.approx(2.0, rel=0.3)
 
 
 # ---- stages
@@ -243,9 +243,9 @@ def test_a_larger_batch_never_takes_less() -> None:
 def test_rounds_say_when_the_machines_were_not_steady() -> None:
     with (
         started(timeout_seconds=60) as world,
-        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+        RankJob(world, timeout_seconds=60, quiet=True).under_way() as rank_job,
     ):
-        bench = Bench(errand, budget_seconds=0.2, shares={"rounds": 1.0})
+        bench = Bench(rank_job, budget_seconds=0.2, shares={"rounds": 1.0})
         bench.begin("rounds", "waiting")
         steady = Rounds(bench, [_Waiting([0.05])])
         steady.take_all()
@@ -264,9 +264,9 @@ def test_every_distinct_stage_is_timed(name: str, monkeypatch: pytest.MonkeyPatc
     graph = _graph(model) if name == "deep" else captured(name, "fp32")
     with (
         started(timeout_seconds=60) as world,
-        Errand(world, timeout_seconds=60, quiet=True).under_way() as errand,
+        RankJob(world, timeout_seconds=60, quiet=True).under_way() as rank_job,
     ):
-        bench = Bench(errand, budget_seconds=1)
+        bench = Bench(rank_job, budget_seconds=1)
         stages = StageRounds(bench, model, graph, batches=(1, 2, 4096), memory_bytes=8 << 20)
         Rounds(bench, [stages]).take_all()
         timed = stages.timed()
@@ -276,8 +276,8 @@ def test_every_distinct_stage_is_timed(name: str, monkeypatch: pytest.MonkeyPatc
     assert timed.batches == (1, 2) and timed.stopped.startswith("batch 4096 needs about")
     for stage in timed.stages:
         trace = next(trace for trace in traces if trace.signature == stage.signature)
-        for seconds, stretches in ((stage.forward_seconds, trace.forward), (stage.backward_seconds, trace.backward)):
-            assert len(seconds) == 2 and (min(seconds) > 0 or not stretches)
+        for seconds, segments in ((stage.forward_seconds, trace.forward), (stage.backward_seconds, trace.backward)):
+            assert len(seconds) == 2 and (min(seconds) > 0 or not segments)
 
 
 def true_seconds(batch: int) -> float:

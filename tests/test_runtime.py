@@ -27,8 +27,8 @@ from odd_models import (
     Repeated,
     TiedThrice,
     Twice,
-    Unused,
     UnusedBeside,
+    UnusedGradients,
     built,
     data,
     odd_graph,
@@ -76,15 +76,19 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
 
 def unused_under_adamw(plans: Sequence[Plan], engine: Engine) -> list[Trained]:
     return [
-        train(osdp.parallelize(built(Unused), plan, engine=engine), decaying, times=plan.accumulation) for plan in plans
+        train(osdp.parallelize(built(UnusedGradients), plan, engine=engine), decaying, times=plan.accumulation)
+        for plan in plans
     ]
 
 
 @by_both_engines
 def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(engine: Engine) -> None:
-    plans = [three_plans(Unused, "2")[0], three_plans(Unused, "2", accumulation=2, reduce_once=(True, False))[2]]
-    truth = train(built(Unused), decaying)
-    before = dict(built(Unused).named_parameters())
+    plans = [
+        three_plans(UnusedGradients, "2")[0],
+        three_plans(UnusedGradients, "2", accumulation=2, reduce_once=(True, False))[2],
+    ]
+    truth = train(built(UnusedGradients), decaying)
+    before = dict(built(UnusedGradients).named_parameters())
     assert truth.gradients["blocks.0.idle"] is None
     assert torch.equal(truth.weights["blocks.0.idle"], before["blocks.0.idle"])
     for runs in run_ranks(2, unused_under_adamw, plans, engine):
@@ -100,7 +104,7 @@ def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(engine: Engine) ->
         (Adapters, "2x2"),
         (Repeated, "2x2"),
         (Twice, "2"),
-        (Unused, "2"),
+        (UnusedGradients, "2"),
         (UnusedBeside, "2"),
         (Owning, "3"),
     ],
@@ -166,7 +170,7 @@ def groups_and_couriers(plans: Sequence[Plan]) -> list[tuple[int, int]]:
     found = []
     for plan in plans:
         train(osdp.parallelize(built(Model), plan))
-        couriers = sum(thread.name == "osdp-courier" for thread in threading.enumerate())
+        couriers = sum(thread.name == "osdp-comm" for thread in threading.enumerate())
         found.append((len(dist.distributed_c10d._world.pg_map), couriers))
     return found
 
@@ -329,7 +333,7 @@ def test_optimizers_step_over_all_modes_as_in_a_single_process() -> None:
 
 def accumulated(plan: Plan) -> tuple[Trained, int]:
     """What was trained, and how many reductions it took."""
-    from osdp.runtime.courier import Reductions
+    from osdp.runtime.async_comm import Reductions
 
     started, start = [0], Reductions.start
 

@@ -3,7 +3,7 @@
 - Weights from the meta device are the same under every plan, and no rank ever holds the whole model.
 - The state has the plain model's names and shapes.
 - What differs between ranks (the plan, the model, its weights) is refused on all of them, with a reason.
-- Collectives run in the courier, and what fails there, or in a backward, is raised where the model is trained.
+- Collectives run in threads, and what fails there, or in a backward, is raised where the model is trained.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from osdp.cost.units import OPERATORS, WHOLE
 from osdp.engine import ASYNC_GLOO
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import Plan
+from osdp.runtime.async_comm import Groups
+from osdp.runtime.collective_recorder import recording
 from osdp.runtime.collectives import average
-from osdp.runtime.courier import Groups
 from osdp.runtime.meshes import meshes_of
-from osdp.runtime.record import recording
 from osdp.sharding import FREE, KEEP, REPLICATE
 
 
@@ -309,7 +309,7 @@ def test_the_ring_averages_tensors_of_any_size(ranks: int) -> None:
 
 def recorded_at_once() -> tuple[list[int], int]:
     """The first of two collectives takes longer: bytes in the order of the record, and how many were under way."""
-    courier = meshes_of("cpu", 1, 2, engine=ASYNC_GLOO).courier
+    comm_threads = meshes_of("cpu", 1, 2, engine=ASYNC_GLOO).comm_threads
     under_way, most = [0], [0]
 
     def job(size: int, seconds: float) -> Callable[[Groups], None]:
@@ -323,7 +323,11 @@ def recorded_at_once() -> tuple[list[int], int]:
         return run
 
     with recording(2) as record:
-        for delivery in [courier.send(job(4, 0.5)), courier.send(job(2, 0.1)), courier.send(job(6, 0.0))]:
+        for delivery in [
+            comm_threads.send(job(4, 0.5)),
+            comm_threads.send(job(2, 0.1)),
+            comm_threads.send(job(6, 0.0)),
+        ]:
             delivery.wait()
     return [issued.nbytes for issued in record.issued], most[0]
 

@@ -13,8 +13,8 @@ from osdp.api import plan_graph, resolve
 from osdp.cluster import Cluster
 from osdp.cost.graph import COMMUNICATION, COMPUTE, Node, StepGraph, step_graph, step_graph_of
 from osdp.cost.layout import Shape, Shapes
-from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, REDUCE_SCATTER
 from osdp.cost.tables import Rules
+from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, REDUCE_SCATTER
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.errors import UsageError

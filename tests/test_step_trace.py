@@ -36,7 +36,7 @@ def traced(model: str, case: str) -> tuple[StepGraph, StepTrace]:
 @pytest.mark.parametrize("model", ["gpt", "t5"])
 def test_the_last_clock_is_the_stated_step(model: str, case: str) -> None:
     graph, trace = traced(model, case)
-    assert trace.stretch == pytest.approx(1.0, rel=1e-9)  # streams overlap fully: nothing is stretched
+    assert trace.slowdown == pytest.approx(1.0, rel=1e-9)  # streams overlap fully: nothing is stretched
     assert trace.step_seconds == graph.seconds
     if graph.training.accumulation == 1:
         assert trace.seconds == pytest.approx(graph.seconds, rel=1e-9)
@@ -75,5 +75,5 @@ def test_partial_overlap_is_stretched_to_the_stated_step() -> None:
     plan = plan_by_hand("gpt", "4", modes=(FREE,), device="RTX-3090", precision="bf16")
     graph = step_graph_of(replace(plan, cluster=replace(plan.cluster, overlap=0.5)), captured("gpt", "bf16"))
     trace = step_trace(graph)
-    assert trace.stretch > 1.05
+    assert trace.slowdown > 1.05
     assert trace.seconds == pytest.approx(graph.seconds, rel=1e-9)

@@ -1,7 +1,7 @@
 """Claim: the planner's timeline is, to the byte and at every mark, what the real FSDP2 allocates.
 
 The truth is a dry run: one process plays rank 0 of a fake world on fake tensors, and FSDP2 itself runs the second
-training step. Both sides are cut at the same marks (see [Note: Trace] in osdp.model.graph). Per stretch
+training step. Both sides are cut at the same marks (see [Note: Trace] in osdp.model.graph). Per segment
 
     highest level at an allocation <= predicted <= max(that, the level at the mark)
 
@@ -58,7 +58,7 @@ class Case:
     """One plan to compare: modes go round over the units, recompute over the blocks.
 
     `known` are errors that are understood and not yet mended (see docs/cost-model.md): the most bytes by which a
-    stretch, and the peak, are off.
+    segment, and the peak, are off.
     """
 
     modes: tuple[str, ...] = (FREE,)
@@ -96,7 +96,7 @@ class Case:
 
 
 class Row(NamedTuple):
-    """A stretch: its mark, the highest level at an allocation in it (0 without one), and the level at the mark."""
+    """A segment: its mark, the highest level at an allocation in it (0 without one), and the level at the mark."""
 
     mark: Mark
     allocated: int
@@ -138,7 +138,7 @@ def plan_of(case: Case, layout: Layout, options: list[Option]) -> Plan:
 
 
 def measured(case: Case, plan: Plan) -> tuple[list[Row], Row]:
-    """What FSDP2 did, stretch by stretch, and its optimizer step."""
+    """What FSDP2 did, segment by segment, and its optimizer step."""
     model = source(case.model)
     with torch.device("meta"):
         names = list(watched(plain := model.build(), own_blocks(plain)))
@@ -175,7 +175,7 @@ def highest_of(rows: list[Row], micro_batches: int) -> list[Row]:
 def predicted(timeline: Timeline) -> tuple[list[tuple[Mark, int]], int]:
     """The timeline at the marks that a real step has: one row for each, and the optimizer's bytes.
 
-    A real step has no gradient marks, and what the trace puts after its end FSDP2 does before: both join the stretch
+    A real step has no gradient marks, and what the trace puts after its end FSDP2 does before: both join the segment
     before them.
     """
     layout, total = timeline.layout, timeline.total
@@ -183,15 +183,15 @@ def predicted(timeline: Timeline) -> tuple[list[tuple[Mark, int]], int]:
     passes += [shaped.trace.backward for shaped in reversed(layout.shaped)]
     rows: list[tuple[Mark, int]] = []
     ended = False
-    for visit, stretches in enumerate(passes):
-        for index, stretch in enumerate(stretches):
+    for visit, segments in enumerate(passes):
+        for index, segment in enumerate(segments):
             first = timeline.starts[visit] + 3 * index
             value = int(total[first : first + 3].max())
-            ended = ended or stretch.mark.kind == "end"
-            if ended or stretch.mark.kind == "gradient":
+            ended = ended or segment.mark.kind == "end"
+            if ended or segment.mark.kind == "gradient":
                 rows[-1] = rows[-1][0], max(rows[-1][1], value)
             else:
-                rows.append((stretch.mark, value))
+                rows.append((segment.mark, value))
     return rows, int(total[-1])
 
 
@@ -300,7 +300,7 @@ IDLE_CASES = [  # operators and a tower without gradients; see [Note: Left at th
     Case((FREE, KEEP, REPLICATE), model="idle-tower", granularity=OPERATORS, precision="fp32", device="CPU"),
 ]
 SPLIT_CASES = [
-    # A slice's gather and that of the unit after its operator are counted side by side: too much in some stretches.
+    # A slice's gather and that of the unit after its operator are counted side by side: too much in some segments.
     Case(model="gpt-untied", granularity=OPERATORS, splits=((2, 2),), known=(14584, 6440)),
     Case((KEEP,), model="gpt-untied", granularity=OPERATORS, splits=((2, 2),), known=(18808, 0)),
 ]
@@ -329,9 +329,9 @@ def test_timeline_equals_fsdp2(case: Case) -> None:
     rows, optimizer = measured(case, plan_of(case, layout, options))
 
     assert [described(row.mark) for row in rows] == [described(mark) for mark, _ in expected]
-    stretch, peak = case.known
-    assert not differences(rows, expected, SCALARS + stretch)
-    assert bool(differences(rows, expected)) == bool(stretch)  # an error that is mended is no longer known
+    segment, peak = case.known
+    assert not differences(rows, expected, SCALARS + segment)
+    assert bool(differences(rows, expected)) == bool(segment)  # an error that is mended is no longer known
     stepping = max(optimizer.allocated, optimizer.at_mark)
     assert abs(optimizer_bytes - stepping) <= SCALARS + peak
     highest = max(max(row.allocated for row in rows), stepping)

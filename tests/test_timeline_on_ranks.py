@@ -1,7 +1,7 @@
 """Claim: where parameters do not divide over the ranks, the timeline's peak is what the allocator counts on them.
 
 The dry run of tests/test_timeline_equals_fsdp2.py has fake tensors, in which what a kernel allocates inside does not
-show; see [Note: Copy-in] in osdp.cost.holds.
+show; see [Note: Copy-in] in osdp.cost.lifetimes.
 """
 
 from __future__ import annotations

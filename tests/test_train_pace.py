@@ -8,7 +8,7 @@ import pytest
 
 from osdp.cluster import Cluster, Measured
 from osdp.planfile import Plan
-from osdp.training.pace import ENOUGH_STEPS, WARM_UP_STEPS, Pace, Timing, typical_seconds
+from osdp.training.drift import ENOUGH_STEPS, WARM_UP_STEPS, Pace, Timing, typical_seconds
 
 # The plan of conftest: a step of 1.5 s, 0.3 s of it exposed communication, a peak of 30 of 40 GiB, on 2x4xA100-40GB.
 AS_PREDICTED = Timing(1.5, 0.001, None, 30 << 30)

@@ -19,7 +19,7 @@ from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, 
 
 EVERY_MODE = (FREE, KEEP, REPLICATE, FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE)
 BATCH, STEPS, TOLERANCE = 12, 3, 1e-5
-COURIER = "osdp-courier"
+COURIER = "osdp-comm"
 COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor")
 COLLECTIVES += ("all_reduce", "broadcast", "isend", "irecv", "recv")
 

@@ -173,8 +173,8 @@ def link_cut(number: int) -> Outcome:
 def _train(folder: Path | None) -> list[str]:
     sizes = ["--steps", str(STEPS), "--global-batch", "24", "--timeout", str(TIMEOUT_SECONDS), "--no-split"]
     sizes += ["--warmup", "1", "--decay-steps", str(STEPS)]  # also where a run is to end sooner
-    saves = ["--checkpoint", str(folder), "--save-every", str(SAVE_EVERY)] if folder is not None else []
-    return ["train", MODEL, *sizes, *saves, "--json", "--quiet"]
+    checkpointing = ["--checkpoint", str(folder), "--save-every", str(SAVE_EVERY)] if folder is not None else []
+    return ["train", MODEL, *sizes, *checkpointing, "--json", "--quiet"]
 
 
 def _profile(folder: Path) -> list[str]:

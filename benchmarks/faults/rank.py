@@ -22,7 +22,7 @@ from typing import Any
 PHASES = {
     "forward": ("osdp.training.loop", "Trainer._loss"),
     "backward": ("torch", "Tensor.backward"),
-    "saving": ("osdp.training.saves", "Saves.save"),
+    "saving": ("osdp.training.checkpointing", "Checkpointing.save"),
     "planning": ("osdp.model.capture", "capture"),
     "profiling": ("osdp.profiling.run", "profile_in"),
 }

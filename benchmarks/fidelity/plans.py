@@ -10,7 +10,7 @@ from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit
-from osdp.fit import smallest_timeline
+from osdp.infeasible import smallest_timeline
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from osdp.profiling.run import Wanted, profile_in
 from osdp.profiling.trial import Trials
-from osdp.runtime.agree import by_rank_0
-from osdp.training.errand import Errand
+from osdp.runtime.consistency import by_rank_0
+from osdp.training.rank_job import RankJob
 from osdp.training.world import World, started
 
 from .models import remembered, source_of
@@ -45,14 +45,14 @@ def _measured(
     graph = source.capture("fp32")
     wanted = Wanted(source, tuple(batches), "fp32", profile_seconds, TIMEOUT_SECONDS, None, None, quiet=True)
     profile = profile_in(world, wanted)
-    with Errand(world, timeout_seconds=TIMEOUT_SECONDS, quiet=True).under_way() as errand:
-        errand.watch("planning")
+    with RankJob(world, timeout_seconds=TIMEOUT_SECONDS, quiet=True).under_way() as rank_job:
+        rank_job.watch("planning")
         made = cases(model, graph, profile.cluster, ways=tuple(ways), batches=tuple(batches))
         found = by_rank_0(lambda: list(made))
-        errand.watch("the first steps")
+        rank_job.watch("the first steps")
         trials = Trials(source, [case.plan for case in found], world)
         for _ in range(TRIES if len(found) < MANY_PLANS else 2 * TRIES):
-            errand.watch("steps")
+            rank_job.watch("steps")
             trials.take(STEPS)
     for case, trial in zip(found, trials.found(), strict=True):
         yield {

@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
     "memory": "40GiB",
     "overlap": 0.5,
     "reserve_fraction": 0.1,
-    "visit_seconds": 1e-5,
+    "unit_overhead_seconds": 1e-5,
     "device": {"like": "A100-80GB", "name": "A100-PCIe", "peak_flops": {"bf16": 3e14}, "matmul_efficiency": 0.6},
     "network": {"bytes_per_second": 25e9, "latency_seconds": 12e-6},
     "collective": [

@@ -126,7 +126,7 @@ def _planned(case: Case) -> tuple[int, dict[str, Any]]:
     from osdp.cluster import Cluster
     from osdp.cost.tables import Rules
     from osdp.cost.training import Training
-    from osdp.fit import smallest_timeline
+    from osdp.infeasible import smallest_timeline
     from osdp.model.capture import capture
 
     training = Training.of(case.precision, case.optimizer)
@@ -187,22 +187,22 @@ def _by_command(case: Case, plan: Plan, world: World) -> int:
     import numpy as np
 
     from osdp.profiling.trial import WARM_UP_STEPS, peak_above_start, storage_bytes
-    from osdp.training.baddays import StopWish, Watchdog
+    from osdp.training.batches import feed_of
+    from osdp.training.checkpointing import CheckpointSettings
     from osdp.training.data import Windows
-    from osdp.training.feed import feed_of
+    from osdp.training.failures import StopRequest, Watchdog
     from osdp.training.loop import Data, Settings, Trainer
     from osdp.training.optimizer import Schedule
-    from osdp.training.saves import Keeping
 
     source = source_of(case)
     model = source.build_on_meta()
     feed = feed_of(source, model)
     tokens = np.random.default_rng(0).integers(0, feed.vocab or 61, 40_000, dtype=np.uint16)
     data = Data.of(Windows((tokens,), feed.seq_len + 1), seed=0, validation=0.0)
-    settings = Settings(100, Schedule(1e-3, 10, 100), 0.1, 1.0, 0, Keeping())
+    settings = Settings(100, Schedule(1e-3, 10, 100), 0.1, 1.0, 0, CheckpointSettings())
     watchdog = Watchdog(TIMEOUT_SECONDS, sentence=str)
     trainer = Trainer(source, model, feed, plan, data, settings, world=world, watchdog=watchdog)
-    steps = trainer.steps(0, StopWish())
+    steps = trainer.steps(0, StopRequest())
     for _ in range(WARM_UP_STEPS):
         next(steps)
     states = [

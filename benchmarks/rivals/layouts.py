@@ -163,7 +163,7 @@ def _stage(job: Job, number: int, count: int) -> Model:
 
 
 def _cuts(weights: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Stretches of blocks with about equal weight, none empty."""
+    """Segments of blocks with about equal weight, none empty."""
     ends = list(accumulate(weights))
     cuts = [0]
     for number in range(1, count):

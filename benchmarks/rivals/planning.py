@@ -11,7 +11,7 @@ from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
 from osdp.profiling.run import Wanted, profile_in
-from osdp.runtime.agree import by_rank_0
+from osdp.runtime.consistency import by_rank_0
 from osdp.sharding import FREE, REPLICATE
 from osdp.training.world import World
 

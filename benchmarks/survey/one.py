@@ -35,7 +35,7 @@ def warm_up() -> None:
 def surveyed(architecture: Architecture, *, seconds: float, dry_run: bool) -> dict[str, Any]:
     """What became of it: not trained, not planned (and why), or planned.
 
-    The process may use so many seconds of a core; by the clock, which a busy machine stretches, it has ten times that.
+    The process may use so many seconds of a core; by the clock, which a busy machine segments, it has ten times that.
     """
     row = {"name": architecture.name, "kind": architecture.kind, "outcome": "not trained", "why": ""}
     began = time.monotonic()

@@ -32,9 +32,9 @@ from osdp.model.source import ModelSource, load_model
 from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
 from osdp.runtime.local import local_tensor
-from osdp.training.baddays import explained
+from osdp.training.batches import Feed, feed_of
 from osdp.training.data import Order, Windows, demo_text, open_tokens
-from osdp.training.feed import Feed, feed_of
+from osdp.training.failures import explained
 from osdp.training.optimizer import Schedule, make_optimizer
 from osdp.training.world import World, started
 

@@ -15,7 +15,7 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option
 from osdp.errors import DoesNotFit, UsageError
-from osdp.fit import Measured, nothing_fits
+from osdp.infeasible import Measured, nothing_fits
 from osdp.model.graph import ModelGraph
 from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
 from osdp.search.batches import Candidate, Found, Seed, judged, largest_batch, search_batches, smaller_batch
@@ -81,7 +81,7 @@ def plan(
     and what would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
-    from osdp.runtime.agree import by_rank_0
+    from osdp.runtime.consistency import by_rank_0
 
     training = Training.of(precision, optimizer, reduce_dtype, compiled=compiled, loss_chunks=loss_chunks)
     report = progress or (lambda _: None)

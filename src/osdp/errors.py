@@ -21,7 +21,7 @@ class Remedy:
     """One change that would make a plan fit, and the smallest peak that it reaches.
 
     `limit_bytes` is the limit after the change, where the change is one of the limit itself. An `estimate` is not
-    computed as a plan's peak is; see [Note: Remedies] in osdp.fit.
+    computed as a plan's peak is; see [Note: Remedies] in osdp.infeasible.
     """
 
     change: str

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from osdp.cluster import Cluster
 from osdp.cost.graph import PlannedCollective, step_graph_of
-from osdp.cost.holds import PARTS, SAVED, TEMPORARIES
+from osdp.cost.lifetimes import PARTS, SAVED, TEMPORARIES
 from osdp.cost.schedule import CollectiveRecord
 from osdp.errors import DoesNotFit, UsageError
 from osdp.model.graph import ModelGraph
@@ -23,7 +23,7 @@ from osdp.model.inputs import output_loss
 from osdp.model.trace import RawTrace
 from osdp.planfile import Plan
 from osdp.runtime.dryrun import InputsOf, dry_run
-from osdp.runtime.parts import ACTIVATIONS
+from osdp.runtime.memory_attribution import ACTIVATIONS
 from osdp.training.optimizer import optimizer_of
 
 TOLERANCE = 0.01  # of the measured peak
@@ -154,7 +154,7 @@ def _watched(plan: Plan, model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _comparable(parts: Mapping[str, int]) -> dict[str, int]:
-    """Parts in the words of a run, in a fixed order; see [Note: Whose] in osdp.runtime.parts."""
+    """Parts in the words of a run, in a fixed order; see [Note: Whose] in osdp.runtime.memory_attribution."""
     merged = {**parts, ACTIVATIONS: sum(parts.get(name, 0) for name in (SAVED, TEMPORARIES, ACTIVATIONS))}
     names = [ACTIVATIONS if name == SAVED else name for name in PARTS if name != TEMPORARIES]
     return {name: merged.get(name, 0) for name in names}

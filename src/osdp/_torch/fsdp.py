@@ -54,7 +54,7 @@ def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
     return module._get_fsdp_state()._fsdp_param_groups
 
 
-class _Ahead(list[FSDPState]):
+class PrefetchSkippingDone(list[FSDPState]):
     """Units to prefetch, without those that this backward is done with.
 
     FSDP2 would gather these once more, for nothing, and hold them until backward ends: where the second forward of a
@@ -72,7 +72,7 @@ class _Ahead(list[FSDPState]):
 
 def prefetch(module: FSDPModule, following: FSDPModule, *, backward: bool) -> None:
     """Lets a unit gather the one that follows it in forward, or in backward."""
-    ahead = _Ahead([following._get_fsdp_state()])
+    ahead = PrefetchSkippingDone([following._get_fsdp_state()])
     if backward:
         module._get_fsdp_state()._states_to_backward_prefetch = ahead
     else:
@@ -82,7 +82,7 @@ def prefetch(module: FSDPModule, following: FSDPModule, *, backward: bool) -> No
 def prefetch_early(module: FSDPModule) -> None:
     """Has a unit issue the next one's gather in forward before it waits for its own: they are under way together."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        assert isinstance(group, _PatientGroup)
+        assert isinstance(group, ReduceAfterLastCall)
         group.ahead = module._get_fsdp_state()._states_to_forward_prefetch
 
 
@@ -98,7 +98,7 @@ def forward_broke(model: FSDPModule) -> bool:
 
 def has_unreduced(group: FSDPParamGroup) -> bool:
     """Whether a backward left gradients of this group that are still to be reduced; the same on every rank."""
-    return isinstance(group, _PatientGroup) and group.is_unreduced
+    return isinstance(group, ReduceAfterLastCall) and group.is_unreduced
 
 
 def reduce_unreduced(groups: Sequence[FSDPParamGroup]) -> None:
@@ -106,7 +106,7 @@ def reduce_unreduced(groups: Sequence[FSDPParamGroup]) -> None:
 
     def reduce(_: Tensor) -> None:
         for group in groups:
-            assert isinstance(group, _PatientGroup)
+            assert isinstance(group, ReduceAfterLastCall)
             group.reduce_now()
 
     with torch.inference_mode(False):
@@ -127,7 +127,7 @@ def _free_reduced(group: FSDPParamGroup) -> None:
 
 def drop_gradients(group: FSDPParamGroup) -> None:
     """Forgets gradients that were computed but not reduced; `reset_iter_state` leaves them."""
-    if isinstance(group, _PatientGroup):
+    if isinstance(group, ReduceAfterLastCall):
         group.is_unreduced = False
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
@@ -163,7 +163,7 @@ def _is_differentiated(param: FSDPParam) -> bool:
     return False
 
 
-class _PatientGroup(FSDPParamGroup):
+class ReduceAfterLastCall(FSDPParamGroup):
     """A group that is reduced when backward leaves the last of its calls, and used in inference mode and training.
 
     Autograd completes a gradient once all calls have added to it. FSDP2 alone would reduce zeros after every call but
@@ -254,8 +254,8 @@ def reduce_after_last_call(group: FSDPParamGroup, finish_reductions: Callable[[]
 
     `finish_reductions` ends what is under way where FSDP2 does not know of it.
     """
-    group.__class__ = _PatientGroup
-    assert isinstance(group, _PatientGroup)
+    group.__class__ = ReduceAfterLastCall
+    assert isinstance(group, ReduceAfterLastCall)
     group.finish_reductions = finish_reductions
 
 

@@ -188,13 +188,13 @@ def run(arguments: argparse.Namespace) -> None:
         compute_dtype, device = PRECISIONS[plan.precision].compute_dtype, plan.cluster.device
         check_graph(plan, source.capture(compute_dtype, device=device, name=plan.model.name))
     from osdp.training.data import demo_text
-    from osdp.training.run import Files, Saying, train
+    from osdp.training.run import Files, LogSettings, train
 
     code = train(
         source,
         Files(tuple(arguments.data or [demo_text()]), arguments.tokenizer, arguments.token_dtype),
         _settings(arguments),
-        Saying(arguments.json, arguments.quiet, arguments.log_every, arguments.tensorboard, arguments.trace),
+        LogSettings(arguments.json, arguments.quiet, arguments.log_every, arguments.tensorboard, arguments.trace),
         plan_of=_planner(arguments, source, plan),
         timeout_seconds=arguments.timeout,
     )
@@ -218,9 +218,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
+    from osdp.training.checkpointing import CheckpointSettings
     from osdp.training.loop import Settings
     from osdp.training.optimizer import Schedule
-    from osdp.training.saves import Keeping
 
     decay_steps = arguments.decay_steps or arguments.steps
     warmup = arguments.warmup or max(1, min(100, decay_steps // 10))
@@ -232,7 +232,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         seed=arguments.seed,
         validation=arguments.validation,
         validate_every=arguments.validate_every,
-        keeping=Keeping(
+        keeping=CheckpointSettings(
             arguments.checkpoint, arguments.save_every, arguments.keep, arguments.resume, arguments.async_save
         ),
     )

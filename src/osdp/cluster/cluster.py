@@ -40,9 +40,10 @@ class Cluster:
     `memory_bytes` replaces the device's own memory when it is not None. `node_link.bytes_per_second` is per
     device and direction, `network.bytes_per_second` per node and direction. `overlap` is the part of the shorter of
     compute and communication that hides behind the longer: 1 where they run side by side, 0 one after the other.
-    The host's own time is `visit_seconds` for a unit's forward, or its backward, and `exchange_seconds` for one gather
-    or reduction of a unit, `tensor_seconds` for every parameter in it and `copy_byte_seconds`, on top of the memory's
-    rate, for every byte that is copied beside it. A profile measures these, and times `stages` and `optimizers`.
+    The host's own time is `unit_overhead_seconds` for a unit's forward, or its backward, and
+    `collective_overhead_seconds` for one gather or reduction of a unit, `tensor_seconds` for every parameter in it and
+    `copy_byte_seconds`, on top of the memory's rate, for every byte that is copied beside it.
+    A profile measures these, and times `stages` and `optimizers`.
     """
 
     nodes: Count
@@ -54,8 +55,8 @@ class Cluster:
     measured: tuple[Measured, ...] = ()
     overlap: Part
     reserve_fraction: Reserve | None = None
-    visit_seconds: HostSeconds = 0.0
-    exchange_seconds: HostSeconds = 0.0
+    unit_overhead_seconds: HostSeconds = 0.0
+    collective_overhead_seconds: HostSeconds = 0.0
     tensor_seconds: HostSeconds = 0.0
     copy_byte_seconds: HostSeconds = 0.0
     stages: tuple[TimedStage, ...] = ()

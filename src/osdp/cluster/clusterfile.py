@@ -9,8 +9,8 @@ A cluster file, with everything but the first lines optional:
     memory = "40GiB"            # of each device, if not the device's own
     reserve_fraction = 0.06     # of that memory, not planned with; without it, what the device's figures say
     overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
-    visit_seconds = 0.0         # the host's time for a unit's forward, and for its backward
-    exchange_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
+    unit_overhead_seconds = 0.0         # the host's time for a unit's forward, and for its backward
+    collective_overhead_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
     tensor_seconds = 0.0        # the same for every parameter that is gathered or reduced
     copy_byte_seconds = 0.0     # for every byte copied beside a collective, beyond what the memory's rate says
 
@@ -86,8 +86,8 @@ class ClusterTable(msgspec.Struct, kw_only=True):
     memory_bytes: MemoryBytes | None = None
     reserve_fraction: Reserve | None = None
     overlap: bool | Part | None = None
-    visit_seconds: HostSeconds = 0.0
-    exchange_seconds: HostSeconds = 0.0
+    unit_overhead_seconds: HostSeconds = 0.0
+    collective_overhead_seconds: HostSeconds = 0.0
     tensor_seconds: HostSeconds = 0.0
     copy_byte_seconds: HostSeconds = 0.0
     node_link: Link | None = None

@@ -17,8 +17,8 @@ from osdp.cluster import Cluster
 from osdp.cost.layout import Layout, Shape, Shapes
 from osdp.cost.option_seconds import Kernels, option_lines, slice_lines
 from osdp.cost.schedule import CollectiveRecord, Do, Event, Piece, full_schedule, pieces_of, schedule
-from osdp.cost.seconds import BACKWARD, FORWARD, Collective, Compute, compute_time, taken_seconds, unit_work
 from osdp.cost.stage_passes import StagePasses
+from osdp.cost.time_model import BACKWARD, FORWARD, Collective, Compute, compute_time, taken_seconds, unit_work
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option

@@ -15,9 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from osdp.cost.holds import COPY, ISSUE, Places, Position
+from osdp.cost.lifetimes import COPY, ISSUE, Places, Position
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
-from osdp.model.graph import IntArray, ModelGraph, Stage, Stretch, Trace
+from osdp.model.graph import IntArray, ModelGraph, Segment, Stage, Trace
 from osdp.planfile import backward_order
 
 NOWHERE = -1
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """A unit's stretches within one stage; NOWHERE where it has none."""
+    """A unit's segments within one stage; NOWHERE where it has none."""
 
     enter: int
     leave: int
@@ -45,11 +45,11 @@ class Footprint:
 def footprint(trace: Trace, unit: Unit) -> Footprint:
     names, parameters = set(unit.modules), {parameter.name for parameter in unit.parameters}
 
-    def at(stretches: Sequence[Stretch], kind: str, again: bool, last: bool, names: set[str] = names) -> int:
+    def at(segments: Sequence[Segment], kind: str, again: bool, last: bool, names: set[str] = names) -> int:
         found = [
             index
-            for index, stretch in enumerate(stretches)
-            if stretch.mark.kind == kind and stretch.mark.again == again and stretch.mark.name in names
+            for index, segment in enumerate(segments)
+            if segment.mark.kind == kind and segment.mark.again == again and segment.mark.name in names
         ]
         return NOWHERE if not found else found[-1 if last else 0]
 
@@ -59,9 +59,9 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
     reached = at(trace.backward, "enter", again=False, last=False, names=through)
     again = at(trace.backward, "enter", again=True, last=False)
     gradients: dict[str, int] = {}
-    for index, stretch in enumerate(trace.backward):
-        if stretch.mark.kind == "gradient" and stretch.mark.name in parameters:
-            gradients.setdefault(stretch.mark.name, index)
+    for index, segment in enumerate(trace.backward):
+        if segment.mark.kind == "gradient" and segment.mark.name in parameters:
+            gradients.setdefault(segment.mark.name, index)
     return Footprint(
         enter=at(trace.forward, "enter", again=False, last=False),
         leave=leave,
@@ -69,7 +69,7 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
         reached=reached,
         leave_again=at(trace.backward, "leave", again=False, last=True),
         gradients=tuple(gradients.items()),
-        calls=sum(stretch.mark.kind == "enter" and stretch.mark.name == unit.name for stretch in trace.forward),
+        calls=sum(segment.mark.kind == "enter" and segment.mark.name == unit.name for segment in trace.forward),
     )
 
 
@@ -90,14 +90,14 @@ class ShapedStage:
         return tuple(footprint(self.trace, unit) for unit in self.units)
 
 
-def levels(stretches: Sequence[Stretch], batch: int, *, workspaces: bool) -> IntArray:
-    """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the stretch's peak."""
-    result = np.zeros(3 * len(stretches), dtype=np.int64)
+def levels(segments: Sequence[Segment], batch: int, *, workspaces: bool) -> IntArray:
+    """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the segment's peak."""
+    result = np.zeros(3 * len(segments), dtype=np.int64)
     before = 0
-    for index, stretch in enumerate(stretches):
+    for index, segment in enumerate(segments):
         result[3 * index : 3 * index + 2] = before
-        result[3 * index + 2] = stretch.peak_at(batch, workspaces=workspaces)
-        before = stretch.end.at(batch)
+        result[3 * index + 2] = segment.peak_at(batch, workspaces=workspaces)
+        before = segment.end.at(batch)
     return result
 
 
@@ -181,13 +181,13 @@ class Layout:
 
         def place(attribute: str, backward: bool, last: bool) -> Position | None:
             hits = [(i, getattr(f, attribute)) for i, f in found if getattr(f, attribute) != NOWHERE]
-            positions = [Position(self.visit(i, backward), 3 * stretch + COPY) for i, stretch in hits]
+            positions = [Position(self.visit(i, backward), 3 * segment + COPY) for i, segment in hits]
             return (max(positions) if last else min(positions)) if positions else None
 
         gradients: dict[str, Position] = {}
         for i, f in sorted(found, key=lambda item: -item[0]):
-            for name, stretch in f.gradients:
-                gradients.setdefault(name, Position(self.visit(i, True), 3 * stretch))
+            for name, segment in f.gradients:
+                gradients.setdefault(name, Position(self.visit(i, True), 3 * segment))
         reached = place("reached", True, False)
         enter_again = place("enter_again", True, False)
         enter, leave_again = place("enter", False, False), place("leave_again", True, True)

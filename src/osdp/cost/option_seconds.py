@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import Places
-from osdp.cost.seconds import Collective, Compute, slice_work
+from osdp.cost.lifetimes import Places
+from osdp.cost.time_model import Collective, Compute, slice_work
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Unit
 from osdp.search.problem import Seconds

@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from osdp.cost.holds import Hold, Places, Position, forward_issue, slice_growths, stepping_bytes, unit_holds
 from osdp.cost.layout import Layout
+from osdp.cost.lifetimes import (
+    Allocation,
+    Places,
+    Position,
+    forward_issue,
+    slice_growths,
+    stepping_bytes,
+    unit_allocations,
+)
 from osdp.cost.option_seconds import option_lines
-from osdp.cost.slots import Slots, value_at, visit_bytes
+from osdp.cost.table_rows import Slots, value_at, visit_bytes
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
 from osdp.search.problem import (
     SECONDS,
     Amount,
-    Guest,
+    CrossStageUnit,
     Seconds,
     UnitOption,
 )
@@ -172,36 +180,40 @@ class _Measured:
     def __init__(
         self, tables: Tables, layout: Layout, unit: Unit, places: Places, slots: Slots, option: Option
     ) -> None:
-        holds = unit_holds(unit, option, places, tables.training, tables.cluster)
-        self.always = value_at(holds, Position(-1, 0))
+        allocations = unit_allocations(unit, option, places, tables.training, tables.cluster)
+        self.always = value_at(allocations, Position(-1, 0))
         forward, backward = slots.visits
-        self.rows = [visit_bytes(holds, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)]
+        self.rows = [
+            visit_bytes(allocations, v, n, self.always) for v, n in zip(slots.visits, slots.lengths, strict=True)
+        ]
         end = 2 * len(layout.shaped)
-        self.between = value_at(holds, Position(forward, _LAST_SLOT)) - self.always
+        self.between = value_at(allocations, Position(forward, _LAST_SLOT)) - self.always
         # what lasts to the end of backward, and what of it is left for the optimizer
         last = Position(end, 0) if backward == end - 1 else Position(end - 1, _LAST_SLOT)
-        self.after = value_at(holds, last) - self.always
-        self.reducing = value_at(holds, Position(backward, _LAST_SLOT)) - self.always - self.after
-        self.ahead, self.cast = self._prefetched(holds, forward_issue(places, tables.cluster), forward, 0)
-        self.ahead_again, self.cast_again = self._prefetched(holds, places.issue_again, backward, self.between)
-        left = value_at(holds, Position(end, 0)) - self.always - self.after
+        self.after = value_at(allocations, last) - self.always
+        self.reducing = value_at(allocations, Position(backward, _LAST_SLOT)) - self.always - self.after
+        self.ahead, self.cast = self._prefetched(allocations, forward_issue(places, tables.cluster), forward, 0)
+        self.ahead_again, self.cast_again = self._prefetched(allocations, places.issue_again, backward, self.between)
+        left = value_at(allocations, Position(end, 0)) - self.always - self.after
         self.stepping = stepping_bytes(unit, option, places, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
         own = _visits_of(places)
         if not own <= set(slots.visits):  # it spans stages
             own |= set(slots.visits)  # there it has rows
-            visits = [0 if v in own else value_at(holds, Position(v, 0)) - self.always for v in range(end)]
+            visits = [0 if v in own else value_at(allocations, Position(v, 0)) - self.always for v in range(end)]
             self.far = np.array(visits, dtype=np.int64)
             self.stepping += self.after  # in the visits before the optimizer it is part of `far`
             self.between = self.after = self.reducing = 0
             self.ahead = self.cast = self.ahead_again = self.cast_again = 0
 
-    def _prefetched(self, holds: Sequence[Hold], issue: Position | None, visit: int, held: int) -> tuple[int, int]:
+    def _prefetched(
+        self, allocations: Sequence[Allocation], issue: Position | None, visit: int, held: int
+    ) -> tuple[int, int]:
         """What the unit's gather holds in the visit before its own, and what more at the moment of issue."""
         if issue is None or issue.visit >= visit:
             return 0, 0
-        ahead = value_at(holds, Position(visit - 1, _LAST_SLOT)) - self.always - held
-        return ahead, value_at(holds, issue) - self.always - held - ahead
+        ahead = value_at(allocations, Position(visit - 1, _LAST_SLOT)) - self.always - held
+        return ahead, value_at(allocations, issue) - self.always - held - ahead
 
 
 def _visits_of(places: Places) -> set[int]:
@@ -212,11 +224,11 @@ def _visits_of(places: Places) -> set[int]:
     return used | {issue.visit for issue, enter in places.gathers if issue.visit < enter.visit - 1}
 
 
-def guests_of(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[Guest]:
+def cross_stage_units_of(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[CrossStageUnit]:
     """Units of other stages that are used in this one; only stages outside blocks have any."""
     if layout.shaped[index].stage.is_block:
         return []
-    guests, at = [], 0
+    cross_stage_units, at = [], 0
     for stage, shaped in enumerate(layout.shaped):
         for number, unit in enumerate(shaped.units):
             places = layout.places[at]
@@ -228,10 +240,10 @@ def guests_of(tables: Tables, layout: Layout, index: int, slots: Slots) -> list[
             for option in options_of(tables, layout, unit, places, home):
                 assert isinstance(option.key, tuple)
                 for which in (0, 1):
-                    holds = unit_holds(unit, option.key[0], places, tables.training, tables.cluster)
+                    allocations = unit_allocations(unit, option.key[0], places, tables.training, tables.cluster)
                     line = visit_bytes(
-                        holds, slots.visits[which], slots.lengths[which], value_at(holds, Position(-1, 0))
+                        allocations, slots.visits[which], slots.lengths[which], value_at(allocations, Position(-1, 0))
                     )
                     rows[which].append(np.stack([line, np.zeros_like(line)], axis=1))
-            guests.append(Guest(stage, number, tuple(rows[0]), tuple(rows[1])))
-    return guests
+            cross_stage_units.append(CrossStageUnit(stage, number, tuple(rows[0]), tuple(rows[1])))
+    return cross_stage_units

@@ -5,7 +5,7 @@ positions from which memory lifetimes follow are read off these events.
 
 [Note: Issue order]
 Where a unit is entered, its gather is issued unless it was already, then that of the unit after it (see [Note:
-Prefetch] in osdp.cost.holds). Where backward leaves a unit, it is reduced. The slices of a split operator are
+Prefetch] in osdp.cost.lifetimes). Where backward leaves a unit, it is reduced. The slices of a split operator are
 pieces of their own that take turns: in forward the first one first, in backward the last one first, each reduced
 before the one before it is reached. A whole unit that has no gradient for its inputs, an embedding, is left when
 backward has ended.
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from osdp.cost.layout import Layout
 from osdp.cost.units import Option, Unit
 from osdp.engine import Engine
-from osdp.model.graph import Mark, Stretch
+from osdp.model.graph import Mark, Segment
 from osdp.planfile import backward_order
 from osdp.sharding import FREE, REPLICATE, ShardingMode
 
@@ -290,7 +290,7 @@ class _Walk:
         self._emit(Do.REDUCE, piece)
 
 
-def _passes(layout: Layout) -> list[tuple[Stretch, ...]]:
+def _passes(layout: Layout) -> list[tuple[Segment, ...]]:
     """The segments of every pass of a step, by visit."""
     passes = [shaped.trace.forward for shaped in layout.shaped]
     return passes + [shaped.trace.backward for shaped in reversed(layout.shaped)]

@@ -6,7 +6,7 @@ every operation that takes time is written down. The last clock is the step that
 [Note: Partial overlap]
 Where compute and communication slow each other down, the stated step is a mixture of both streams side by side and of
 all operations one after the other. The trace then has the operations as they would run side by side, stretched to the
-stated step by one factor, `StepTrace.stretch`.
+stated step by one factor, `StepTrace.slowdown`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import cached_property
 
 from osdp.cost.graph import COMMUNICATION, COMPUTE, OPTIMIZER, StepGraph
 from osdp.cost.schedule import full_schedule
-from osdp.cost.seconds import BACKWARD, FORWARD, Collective, compute_time, slice_work
 from osdp.cost.stage_passes import PassOps, StagePasses
+from osdp.cost.time_model import BACKWARD, FORWARD, Collective, compute_time, slice_work
 from osdp.search.problem import LAST, OFTEN, UnitOption, option_seconds
 from osdp.search.streams import Act, Op
 
@@ -56,7 +56,7 @@ class StepTrace:
     segments: tuple[tuple[tuple[float, float], ...], ...]
     optimizer: tuple[float, float]
     step_seconds: float
-    stretch: float
+    slowdown: float
 
     @property
     def seconds(self) -> float:
@@ -85,13 +85,13 @@ def step_trace(graph: StepGraph) -> StepTrace:
             micro.run()
         streamed += times * micro.now
     stated = graph.seconds
-    stretch = (stated - optimizer) / (streamed - optimizer) if streamed > optimizer else 1.0
-    end = last.now * stretch
-    spans = [replace(span, start=span.start * stretch, end=span.end * stretch) for span in last.spans]
+    slowdown = (stated - optimizer) / (streamed - optimizer) if streamed > optimizer else 1.0
+    end = last.now * slowdown
+    spans = [replace(span, start=span.start * slowdown, end=span.end * slowdown) for span in last.spans]
     name = graph.training.optimizer.name
     spans.append(Span(COMPUTE, OPTIMIZER, name, OPTIMIZER, OPTIMIZER, end, end + optimizer))
-    segments = tuple(tuple((a * stretch, b * stretch) for a, b in visit) for visit in last.segments)
-    return StepTrace(tuple(spans), segments, (end, end + optimizer), stated, stretch)
+    segments = tuple(tuple((a * slowdown, b * slowdown) for a, b in visit) for visit in last.segments)
+    return StepTrace(tuple(spans), segments, (end, end + optimizer), stated, slowdown)
 
 
 class _MicroBatch:

@@ -15,20 +15,20 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import Places
 from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
+from osdp.cost.lifetimes import Places
 from osdp.cost.option_seconds import Kernels, SliceWires, option_lines, slice_lines
-from osdp.cost.options import Growths, growth_rows, guests_of, options_of, slices_of, together
+from osdp.cost.options import Growths, cross_stage_units_of, growth_rows, options_of, slices_of, together
 from osdp.cost.schedule import full_schedule
-from osdp.cost.seconds import Compute, compute_time
-from osdp.cost.slots import SlotGroups, Slots, neighbour_flags
 from osdp.cost.stage_passes import PassOps, StagePasses
+from osdp.cost.table_rows import SlotGroups, Slots, neighbour_flags
+from osdp.cost.time_model import Compute, compute_time
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
 from osdp.search.problem import (
-    Guest,
+    CrossStageUnit,
     Problem,
     ShapeTable,
     StageChoice,
@@ -225,7 +225,7 @@ class _MadeShape:
 
     shaped: ShapedStage
     options: tuple[tuple[UnitOption, ...], ...]
-    guests: tuple[Guest, ...]
+    cross_stage_units: tuple[CrossStageUnit, ...]
     growths: tuple[Mapping[object, Growths], ...]  # of every unit, by the keys of its split options
     forward: SlotGroups
     backward: SlotGroups
@@ -261,10 +261,10 @@ class _MadeShape:
             {o.key: growth_rows(layout, *held, o.key, slots) for o in unit if slices_of(o) > 1}
             for held, unit in zip(alone, options, strict=True)
         ]
-        guests = guests_of(tables, layout, index, slots)
+        cross_stage_units = cross_stage_units_of(tables, layout, index, slots)
         flags = neighbour_flags(layout, slots, tables.training, tables.cluster)
         grown = [[each[which] for unit in growths for each in unit.values()] for which in (0, 1)]
-        groups = [SlotGroups.of(options, guests, grown[which], which, flags[which]) for which in (0, 1)]
+        groups = [SlotGroups.of(options, cross_stage_units, grown[which], which, flags[which]) for which in (0, 1)]
         training = tables.training.of_stage(is_block=shaped.stage.is_block)
         return _MadeShape(
             shaped,
@@ -275,7 +275,7 @@ class _MadeShape:
                     forward=tuple(rows[groups[0].first] for rows in guest.forward),
                     backward=tuple(rows[groups[1].first] for rows in guest.backward),
                 )
-                for guest in guests
+                for guest in cross_stage_units
             ),
             tuple(
                 {key: (rows[0][groups[0].first], rows[1][groups[1].first]) for key, rows in unit.items()}
@@ -324,13 +324,13 @@ class _MadeShape:
             freed=trace.backward_delta.at(batch),
             forward_pass=passes[0],
             backward_pass=passes[1],
-            guests=tuple(
+            cross_stage_units=tuple(
                 replace(
                     guest,
                     forward=tuple(rows[kept] for rows in guest.forward),
                     backward=tuple(rows[kept_again] for rows in guest.backward),
                 )
-                for guest in self.guests
+                for guest in self.cross_stage_units
             ),
         )
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import (
+from osdp.cost.layout import Layout, levels
+from osdp.cost.lifetimes import (
     CONSTANTS,
     PARTS,
     SAVED,
     TEMPORARIES,
-    Hold,
+    Allocation,
     Position,
     slice_growths,
     stepping_bytes,
-    unit_holds,
+    unit_allocations,
 )
-from osdp.cost.layout import Layout, levels
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.model.graph import IntArray
@@ -68,8 +68,8 @@ class Timeline:
             return Moment("the update", "the optimizer step", "", parts)
         backward = visit >= stages
         shaped = self.layout.shaped[2 * stages - 1 - visit if backward else visit]
-        stretches = shaped.trace.backward if backward else shaped.trace.forward
-        name = stretches[(column - self.starts[visit]) // 3].mark.name
+        segments = shaped.trace.backward if backward else shaped.trace.forward
+        name = segments[(column - self.starts[visit]) // 3].mark.name
         return Moment(shaped.stage.name, "backward" if backward else "forward", name, parts)
 
     @property
@@ -84,13 +84,13 @@ def build_timeline(
     graph = layout.graph
     passes = [shaped.trace.forward for shaped in layout.shaped]
     passes += [shaped.trace.backward for shaped in reversed(layout.shaped)]
-    lengths = [3 * len(stretches) for stretches in passes]
+    lengths = [3 * len(segments) for segments in passes]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     columns = int(starts[-1]) + 1
     change = np.zeros((len(PARTS), columns + 1), dtype=np.int64)
     row = {name: index for index, name in enumerate(PARTS)}
     for unit, option, places in zip(layout.units, options, layout.places, strict=True):
-        for hold in unit_holds(unit, option, places, training, cluster):
+        for hold in unit_allocations(unit, option, places, training, cluster):
             begin, end = _columns(hold, starts, columns)
             change[row[hold.part], begin] += hold.nbytes
             change[row[hold.part], end] -= hold.nbytes
@@ -100,15 +100,15 @@ def build_timeline(
             change[row[TEMPORARIES], end] -= growth.nbytes.at(batch)
     parts = change.cumsum(axis=1)[:, :columns]
     level, workspaces = 0, cluster.device.is_cpu
-    for visit, stretches in enumerate(passes):
-        if not stretches:
+    for visit, segments in enumerate(passes):
+        if not segments:
             continue
-        slots = level + levels(stretches, batch, workspaces=workspaces)
+        slots = level + levels(segments, batch, workspaces=workspaces)
         span = slice(int(starts[visit]), int(starts[visit + 1]))
         at_marks = np.repeat(slots[0::3], 3)
         parts[row[SAVED], span] = np.minimum(at_marks, slots)
         parts[row[TEMPORARIES], span] += slots - parts[row[SAVED], span]
-        level += stretches[-1].end.at(batch)
+        level += segments[-1].end.at(batch)
     parts[row[CONSTANTS]] += graph.buffer_bytes + graph.input_bytes.at(batch)
     parts[row[SAVED], -1] = level
     for unit, option, places in zip(layout.units, options, layout.places, strict=True):
@@ -116,7 +116,7 @@ def build_timeline(
     return Timeline(layout, parts, tuple(int(start) for start in starts))
 
 
-def _columns(hold: Hold, starts: IntArray, columns: int) -> tuple[int, int]:
+def _columns(hold: Allocation, starts: IntArray, columns: int) -> tuple[int, int]:
     return column_of(hold.start, starts, columns), column_of(hold.end, starts, columns)
 
 

@@ -242,9 +242,9 @@ def _split_dim(graph: ModelGraph, name: str, parameters: Sequence[Parameter]) ->
 
 def _enter_order(stage: Stage) -> Mapping[str, int]:
     order: dict[str, int] = {}
-    for index, stretch in enumerate(stage.plain.forward):
-        if stretch.mark.kind == "enter":
-            order.setdefault(stretch.mark.name, index)
+    for index, segment in enumerate(stage.plain.forward):
+        if segment.mark.kind == "enter":
+            order.setdefault(segment.mark.name, index)
     return order
 
 

@@ -25,8 +25,8 @@ from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import Carrier, groups_of
 from osdp.profiling.machine import look_around
 from osdp.profiling.trial import WARM_UP_STEPS, Tried
-from osdp.runtime.agree import by_rank_0
-from osdp.training.errand import Errand
+from osdp.runtime.consistency import by_rank_0
+from osdp.training.rank_job import RankJob
 from osdp.training.world import World, started
 
 LINK_SECONDS = 20.0
@@ -44,24 +44,24 @@ class Wanted:
 def examine(wanted: Wanted) -> tuple[Report, bool]:
     """Starts, or joins, the ranks; gives the report and whether this rank leads."""
     with started(timeout_seconds=wanted.timeout_seconds) as world:
-        errand = Errand(world, timeout_seconds=wanted.timeout_seconds, quiet=wanted.quiet)
-        with errand.under_way():
-            return _examined(errand), world.leads
+        rank_job = RankJob(world, timeout_seconds=wanted.timeout_seconds, quiet=wanted.quiet)
+        with rank_job.under_way():
+            return _examined(rank_job), world.leads
 
 
-def _examined(errand: Errand) -> Report:
-    began, world = time.monotonic(), errand.world
+def _examined(rank_job: RankJob) -> Report:
+    began, world = time.monotonic(), rank_job.world
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    errand.say("looking around")
+    rank_job.say("looking around")
     machine = look_around(world, nodes=None, devices_per_node=None)
     ranks: list[dict[str, object]] = [{} for _ in range(world.size)]
     dist.all_gather_object(ranks, of_rank(world))
     shared = _same_device(ranks)
     if shared is not None:
         raise UsageError(shared)
-    links = _links(errand, machine.cluster)
-    exact = _exactness(errand, machine.cluster)
-    peaks = _peaks(errand, machine.cluster)
+    links = _links(rank_job, machine.cluster)
+    exact = _exactness(rank_job, machine.cluster)
+    peaks = _peaks(rank_job, machine.cluster)
     memory = [
         Check(f"memory: {peak.mode}", peak.error, PEAK_LIMIT, _PEAK_REMEDY, "planned against allocated")
         for peak in peaks
@@ -95,14 +95,14 @@ def _same_device(ranks: list[dict[str, object]]) -> str | None:
     return None
 
 
-def _links(errand: Errand, cluster: Cluster) -> list[MeasuredLink]:
+def _links(rank_job: RankJob, cluster: Cluster) -> list[MeasuredLink]:
     """Every collective in every group at two sizes."""
     if cluster.world_size == 1:
         return []
-    bench = Bench(errand, budget_seconds=LINK_SECONDS, shares={"links": 1.0})
+    bench = Bench(rank_job, budget_seconds=LINK_SECONDS, shares={"links": 1.0})
     bench.begin("links", f"collectives over {cluster.world_size} ranks")
-    carrier = Carrier(cluster, errand.world.device)
-    sizes = SIZES_CPU if errand.world.device.type == "cpu" else SIZES_ACCELERATOR
+    carrier = Carrier(cluster, rank_job.world.device)
+    sizes = SIZES_CPU if rank_job.world.device.type == "cpu" else SIZES_ACCELERATOR
     cases = [(kind, group, size) for kind in KINDS for group in groups_of(cluster) for size in sizes]
     found = []
     for kind, group, size in cases:
@@ -112,23 +112,23 @@ def _links(errand: Errand, cluster: Cluster) -> list[MeasuredLink]:
     return found
 
 
-def _exactness(errand: Errand, cluster: Cluster) -> list[Check]:
+def _exactness(rank_job: RankJob, cluster: Cluster) -> list[Check]:
     subject = small()
     (plan,) = _plans(subject, cluster, "fp32", modes_for(cluster)[-1:])
-    checked, found = Exactness(subject, errand.world), []
+    checked, found = Exactness(subject, rank_job.world), []
     for name, variant in variants(plan):
-        errand.say(f"training a small model: {name}")
+        rank_job.say(f"training a small model: {name}")
         found.append(checked.check(name, variant))
     return found
 
 
-def _peaks(errand: Errand, cluster: Cluster) -> list[MeasuredPeak]:
+def _peaks(rank_job: RankJob, cluster: Cluster) -> list[MeasuredPeak]:
     """One plan of each mode that differs here; the allocator counts on accelerators, torch's profiler on CPUs."""
-    world, subject, found = errand.world, sizeable(errand.world), []
+    world, subject, found = rank_job.world, sizeable(rank_job.world), []
     precision = "fp32" if world.device.type == "cpu" else "bf16"
     modes = modes_for(cluster)
     for mode, plan in zip(modes, _plans(subject, cluster, precision, modes), strict=True):
-        errand.say(f"memory of a step: {mode}")
+        rank_job.say(f"memory of a step: {mode}")
         calls = DeviceCalls(world.device)
         calls.free_cached()
         tried = Tried(subject.source, plan, world)

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode
 from osdp.cluster.device import Device
-from osdp.model.assemble import (
+from osdp.model.fake import refuse_own_checkpointing
+from osdp.model.fork_worker import ForkWorker, no_garbage_collection
+from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
+from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
+from osdp.model.operator_costs import OperatorCosts, measure_operators
+from osdp.model.refused import refused
+from osdp.model.runs import Recomputed, Runner, growing, try_recompute
+from osdp.model.shorten import Short, shortened
+from osdp.model.stages import (
     CaptureError,
     Cut,
     GrowingTrace,
@@ -28,14 +36,6 @@ from osdp.model.assemble import (
     fit_growth,
     renamed,
 )
-from osdp.model.beside import Beside, no_garbage_collection
-from osdp.model.depth import Short, shortened
-from osdp.model.fake import refuse_own_checkpointing
-from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
-from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
-from osdp.model.measure import OperatorCosts, measure_operators
-from osdp.model.refused import refused
-from osdp.model.runs import Recomputed, Runner, growing, try_recompute
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
 from osdp.model.trace import RawTrace
 
@@ -145,7 +145,7 @@ def _taken_as(asked: _Asked) -> _Taken:
     short = shortened(asked.model, own_blocks(asked.model))
     if short is not None:
         try:
-            with Beside[RawTrace]() as whole:
+            with ForkWorker[RawTrace]() as whole:
                 started = 0
 
                 def check(batch: int) -> None:
@@ -226,11 +226,11 @@ class _Taken:
         batch = self.batches[1] + 1
         traces = [trace for _, trace, _ in self._stages]
         passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
-        kernels = [[getattr(s, what) for stretches in passes for s in stretches] for what in ("flops", "moved")]
+        kernels = [[getattr(s, what) for segments in passes for s in segments] for what in ("flops", "moved")]
         size = np.array([1, batch])
         return (
             _levels(traces, batch) == (_mark_peaks(whole), whole.end_live)
-            and [stretch.mark for stretches in passes for stretch in stretches] == whole.marks
+            and [segment.mark for segments in passes for segment in segments] == whole.marks
             and (np.concatenate(kernels[0]) @ size).tolist() == whole.flops
             and (np.concatenate(kernels[1]) @ size).tolist() == whole.moved
         )
@@ -313,13 +313,13 @@ def _uncalled(model: nn.Module, marks: Sequence[Mark]) -> set[nn.Parameter]:
 
 
 def _levels(traces: Sequence[Trace], batch: int) -> tuple[list[int], int]:
-    """The highest level of every stretch of the joined plain traces, and the level at the end."""
+    """The highest level of every segment of the joined plain traces, and the level at the end."""
     level, peaks = 0, []
     passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
-    for stretches in passes:
-        peaks.extend(level + stretch.peak_at(batch) for stretch in stretches)
-        if stretches:
-            level += stretches[-1].end.at(batch)
+    for segments in passes:
+        peaks.extend(level + segment.peak_at(batch) for segment in segments)
+        if segments:
+            level += segments[-1].end.at(batch)
     return peaks, level
 
 

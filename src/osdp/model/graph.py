@@ -4,7 +4,7 @@
 Capture runs one training step on fake tensors and writes down every kernel: its FLOPs, the bytes it moves and
 the activation bytes alive once its outputs exist. Parameters and their gradients are left out: how they are held
 is the plan's business. Marks divide the trace: a module is entered or left, in forward or in backward, or a
-parameter's gradient is complete. Between two marks the plan changes nothing, so a stretch's memory is its highest
+parameter's gradient is complete. Between two marks the plan changes nothing, so a segment's memory is its highest
 point plus what the plan holds there.
 
 [Note: Stage]
@@ -105,7 +105,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """What runs between one mark and the next: `mark` opens it. See [Note: Trace].
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
@@ -134,17 +134,17 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Trace:
-    """One pass of a stage, forward or backward, with its stretches in order."""
+    """One pass of a stage, forward or backward, with its segments in order."""
 
-    forward: tuple[Stretch, ...]
-    backward: tuple[Stretch, ...]
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
 
     @cached_property
     def signature(self) -> str:
         """Equal for passes with the same kernels, and so the same time: FLOPs, bytes and kinds at every batch size."""
         digest = hashlib.sha256()
-        for stretches in (self.forward, self.backward):
-            rows = [np.column_stack([stretch.flops, stretch.moved, stretch.kinds]) for stretch in stretches]
+        for segments in (self.forward, self.backward):
+            rows = [np.column_stack([segment.flops, segment.moved, segment.kinds]) for segment in segments]
             digest.update(b"pass" + b"".join(np.ascontiguousarray(each, dtype=np.int64).tobytes() for each in rows))
         return digest.hexdigest()[:16]
 
@@ -240,7 +240,7 @@ class ModelGraph:
         """What a stage's kernels outside operators cost: attention scores, activations, residuals, the loss."""
         operators = [self.operators[name] for name in stage.operators]
         passes = (*stage.plain.forward, *stage.plain.backward)
-        moved = sum((stretch.moved.sum(axis=0) for stretch in passes), np.zeros(2, dtype=np.int64))
+        moved = sum((segment.moved.sum(axis=0) for segment in passes), np.zeros(2, dtype=np.int64))
         return BesideOperators(
             forward_flops=_flops(stage.plain.forward) - sum((op.forward_flops for op in operators), ZERO),
             backward_flops=_flops(stage.plain.backward) - sum((op.backward_flops for op in operators), ZERO),
@@ -257,6 +257,6 @@ class BesideOperators:
     saved_bytes: Affine
 
 
-def _flops(stretches: tuple[Stretch, ...]) -> Affine:
-    total = sum((stretch.flops.sum(axis=0) for stretch in stretches), np.zeros(2, dtype=np.int64))
+def _flops(segments: tuple[Segment, ...]) -> Affine:
+    total = sum((segment.flops.sum(axis=0) for segment in segments), np.zeros(2, dtype=np.int64))
     return Affine(int(total[0]), int(total[1]))

@@ -1,4 +1,4 @@
-"""Kinds of kernels: what bounds a kernel, and so which rate it runs at. No torch in here."""
+"""ColumnsOfStages of kernels: what bounds a kernel, and so which rate it runs at. No torch in here."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode
 from osdp.cluster.device import Device
-from osdp.model.assemble import Cut, GrowingTrace, cut_stages, fit_growth
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import (
     DTYPES,
@@ -29,6 +28,7 @@ from osdp.model.fake import (
     without_layerdrop,
 )
 from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss
+from osdp.model.stages import Cut, GrowingTrace, cut_stages, fit_growth
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
 from osdp.model.trace import RawTrace, run_trace
 from osdp.model.values import NOT_DROPPED, Values, fake_of

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from osdp.errors import UsageError
 from osdp.files import read_json
-from osdp.model.beside import no_garbage_collection
+from osdp.model.fork_worker import no_garbage_collection
 from osdp.model.hub import config_of, is_hub_id
 
 if TYPE_CHECKING:

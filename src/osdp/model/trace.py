@@ -208,7 +208,7 @@ class Hooks:
         self._saved: set[int] = set()
         for name, module in watched.items():
             # A mark comes before anything that FSDP2 does at the same place: first before forward, closest to the
-            # module before backward, so that its gathers and reductions fall into the stretch that the mark opens.
+            # module before backward, so that its gathers and reductions fall into the segment that the mark opens.
             enter, wrap, leave = (functools.partial(act, name) for act in (self._enter, self._wrap, self._leave))
             self.handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self.handles.append(module.register_forward_pre_hook(wrap, with_kwargs=True))

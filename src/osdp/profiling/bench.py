@@ -10,7 +10,7 @@ up: then one try must do.
 [Note: Processors]
 Four ranks that compute on two processors take turns, and which of them is done first is chance: one and the same pass
 ended after 60 to 130 ms on single ranks. Seconds of processor are steady. So passes that compute and do nothing else
-are timed in these, and multiplied by one `stretch` for all: how much longer it takes by the clock until the slowest
+are timed in these, and multiplied by one `segment` for all: how much longer it takes by the clock until the slowest
 rank is done with several steps in a row. On accelerators, which nobody shares, and where a rank computes with several
 threads, of which some only wait, passes are timed by the clock.
 """
@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from osdp.accelerator import DeviceCalls
-from osdp.profiling.fit import Array
-from osdp.training.errand import Errand
+from osdp.profiling.line_fit import Array
+from osdp.training.rank_job import RankJob
 
 SPREAD = 1.5
 SHORTEST_TRY_SECONDS = 2e-3
@@ -41,8 +41,8 @@ Action = Callable[[], object]
 class Bench:
     """Times actions on all ranks, in parts that each have a share of `budget_seconds`; see [Note: Timing]."""
 
-    def __init__(self, errand: Errand, *, budget_seconds: float, shares: Mapping[str, float] | None = None) -> None:
-        self.world, self.device, self._errand = errand.world, errand.world.device, errand
+    def __init__(self, rank_job: RankJob, *, budget_seconds: float, shares: Mapping[str, float] | None = None) -> None:
+        self.world, self.device, self._errand = rank_job.world, rank_job.world.device, rank_job
         self.calls = DeviceCalls(self.device)
         self.budget_seconds = budget_seconds
         self._shares = dict(shares or {})  # of the parts that are still to come
@@ -103,7 +103,7 @@ class Bench:
         return found
 
     @property
-    def stretch(self) -> float:
+    def segment(self) -> float:
         """By what seconds by processor are multiplied to give those by the clock: the median, by their length."""
         if not self._single or not self._computed:
             return 1.0

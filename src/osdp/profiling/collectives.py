@@ -1,8 +1,8 @@
 """Every collective in every group, as the runtime runs it, fitted to a latency and a rate.
 
-On gloo the courier's own groups, thread and rings carry them, into buffers that are made anew as FSDP2 makes them; on
-NCCL they are the library's own. All groups of a kind run at the same time: every node's, and all that go across nodes,
-so that what they share is in the rate.
+On gloo they run in the communication threads, with their own groups and rings, into buffers that are made anew as FSDP2
+makes them; on NCCL they are the library's own. All groups of a kind run at the same time: every node's, and all that
+go across nodes, so that what they share is in the rate.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from osdp.accelerator import DeviceCalls, running_engine
 from osdp.cluster import KINDS, Cluster, Measured, wire_bytes
 from osdp.engine import ASYNC_GLOO
 from osdp.profiling.bench import Action, Bench
-from osdp.profiling.fit import Fit
+from osdp.profiling.line_fit import Fit
 from osdp.profiling.rounds import TimedLine
 from osdp.runtime import collectives as carried
-from osdp.runtime.courier import Groups, Job
+from osdp.runtime.async_comm import Groups, Job
 from osdp.runtime.meshes import meshes_of
 
 SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24))  # of the whole, not of a rank's part
@@ -42,7 +42,7 @@ class Carrier:
         engine = running_engine(device)
         self.device, self._calls = device, DeviceCalls(device)
         self.meshes = meshes_of(device.type, cluster.nodes, cluster.devices_per_node, engine=engine)
-        self._courier = self.meshes.courier if engine == ASYNC_GLOO else None
+        self._courier = self.meshes.comm_threads if engine == ASYNC_GLOO else None
         self._stream = self._calls.new_stream()
         self._whole = torch.zeros(0, device=device)
 

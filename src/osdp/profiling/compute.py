@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from osdp.profiling.bench import Action, Bench
-from osdp.profiling.fit import Fit, Point, settled
+from osdp.profiling.line_fit import Fit, Point, settled
 
 LONGEST_SECONDS = 0.1  # of one call: nothing larger is timed then
 _CHAIN = 32

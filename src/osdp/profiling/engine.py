@@ -5,10 +5,10 @@ Stacks of blocks are trained by the real engine, in turn with the same blocks wi
 the predicted passes are as near as can be to the measured ones: least squares of their ratios' logarithms.
 
 Tiny blocks, whose parameters are next to nothing, tell the host's time. Replicated ones send nothing in forward: what
-it takes beyond its compute is `visit_seconds`, one for every unit. Freed ones are gathered twice and reduced:
-`exchange_seconds` is for each of these, and `tensor_seconds` for each of the parameters in it. To tell the two apart
-the same blocks are run as one unit of twelve parameters and as five of two to four. What large blocks take for every
-byte that is copied, beyond the memory's rate, is `copy_byte_seconds`: fresh memory, and more of it than caches hold.
+it takes beyond its compute is `unit_overhead_seconds`, one for every unit. Freed ones are gathered twice and reduced:
+`collective_overhead_seconds` is for each of these, and `tensor_seconds` for each of the parameters in it. To tell them
+apart, the same blocks are run as one unit of twelve parameters and as five of two to four. What large blocks take for
+every byte that is copied, beyond the memory's rate, is `copy_byte_seconds`: fresh memory, and more of it than caches hold.
 
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from osdp.cluster import Cluster, Measured
-from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from osdp.cost.units import OPERATORS, WHOLE, Option, modes_for
 from osdp.profiling.bench import Bench
-from osdp.profiling.fit import Array, least_squares
+from osdp.profiling.line_fit import Array, least_squares
 from osdp.profiling.stack import HEAD_WIDTH, LENGTH, Passes, Stack, Turns
-from osdp.runtime.agree import by_rank_0
+from osdp.runtime.consistency import by_rank_0
 from osdp.sharding import FREE, KEEP, KEEP_IN_NODE, REPLICATE
 
 TINY_WIDTH = 8
@@ -73,8 +73,8 @@ class CheckedPass(NamedTuple):
 class EngineFigures:
     """The figures, and the passes that they were read off."""
 
-    visit_seconds: float
-    exchange_seconds: float
+    unit_overhead_seconds: float
+    collective_overhead_seconds: float
     tensor_seconds: float
     copy_byte_seconds: float
     busy: Figures
@@ -88,8 +88,8 @@ class EngineFigures:
     def applied(self, cluster: Cluster) -> Cluster:
         return replace(
             cluster,
-            visit_seconds=self.visit_seconds,
-            exchange_seconds=self.exchange_seconds,
+            unit_overhead_seconds=self.unit_overhead_seconds,
+            collective_overhead_seconds=self.collective_overhead_seconds,
             tensor_seconds=self.tensor_seconds,
             copy_byte_seconds=self.copy_byte_seconds,
             overlap=self.overlap,

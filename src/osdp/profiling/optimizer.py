@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from osdp.cluster import TimedOptimizer
 from osdp.cost.training import OPTIMIZERS
 from osdp.profiling.bench import Bench
-from osdp.profiling.fit import Fit
+from osdp.profiling.line_fit import Fit
 from osdp.profiling.rounds import TimedLine
 from osdp.training.optimizer import make_optimizer
 

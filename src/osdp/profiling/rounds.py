@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from osdp.profiling.bench import Action, Bench, calls_of_a_try
-from osdp.profiling.fit import Array, Fit, Point, settled
+from osdp.profiling.line_fit import Array, Fit, Point, settled
 
 STEADY = 1.2  # what the upper quartile of rounds may take more than the lower one
 LEAST_ROUNDS, MOST_ROUNDS = 2, 100

@@ -22,8 +22,8 @@ from osdp.profiling.machine import Machine, look_around
 from osdp.profiling.optimizer import FittedOptimizer, OptimizerRounds
 from osdp.profiling.rounds import Rounds
 from osdp.profiling.stages import StageRounds, TimedStages
-from osdp.runtime.agree import by_rank_0
-from osdp.training.errand import Errand
+from osdp.runtime.consistency import by_rank_0
+from osdp.training.rank_job import RankJob
 from osdp.training.world import World, started
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def profile(wanted: Wanted) -> tuple[Profile, bool]:
 
 def profile_in(world: World, wanted: Wanted) -> Profile:
     """The same in a world that runs already."""
-    with Errand(world, timeout_seconds=wanted.timeout_seconds, quiet=wanted.quiet).under_way() as errand:
-        profiling = Profiling(wanted, errand)
+    with RankJob(world, timeout_seconds=wanted.timeout_seconds, quiet=wanted.quiet).under_way() as rank_job:
+        profiling = Profiling(wanted, rank_job)
         profiling.rounds.take_all()
         return profiling.profile()
 
@@ -106,9 +106,9 @@ def profile_in(world: World, wanted: Wanted) -> Profile:
 class Profiling:
     """The job on this rank: figures that are taken once, then rounds; `profile` is by all rounds so far."""
 
-    def __init__(self, wanted: Wanted, errand: Errand) -> None:
-        self.wanted, self.world = wanted, errand.world
-        self.bench = Bench(errand, budget_seconds=wanted.seconds, shares=_SHARES)
+    def __init__(self, wanted: Wanted, rank_job: RankJob) -> None:
+        self.wanted, self.world = wanted, rank_job.world
+        self.bench = Bench(rank_job, budget_seconds=wanted.seconds, shares=_SHARES)
         # Blocks of the user's may return views; nobody changes them in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         self.machine = look_around(self.world, nodes=wanted.nodes, devices_per_node=wanted.devices_per_node)

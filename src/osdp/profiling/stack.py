@@ -23,8 +23,8 @@ from osdp.model.source import ModelSource, output_loss
 from osdp.planfile import unpriced_plan
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import typical
-from osdp.runtime.agree import by_rank_0
 from osdp.runtime.apply import parallelize
+from osdp.runtime.consistency import by_rank_0
 
 BLOCKS, LENGTH, HEAD_WIDTH = 8, 16, 64
 _TRAINING = Training.of("fp32", "sgd")
@@ -159,5 +159,5 @@ class Turns:
         """What is typical of the slowest rank: without the engine, then of every option."""
         slowest = self._bench.slowest(*typical(np.array(self._taken)).flatten().tolist())
         found = np.array(slowest).reshape(1 + len(self._runs), -1)
-        found[0] *= self._bench.stretch
+        found[0] *= self._bench.segment
         return [Passes(*seconds) for seconds in found.tolist()]

@@ -3,8 +3,8 @@
 [Note: Timed stages]
 Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
-Large models are cut in depth as in [Note: Depth] of osdp.model.depth: of a run of equal blocks four are run. Small ones
-are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one
+Large models are cut in depth as in [Note: Depth] of osdp.model.shorten: of a run of equal blocks four are run. Small
+ones are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one
 signature are averaged. What is typical of a pass (see `typical`, and [Note: Processors]) is divided over the stages in
 the proportion of their means, so that the stages' seconds add up to what a pass took. A larger batch never takes less:
 where noise says so, both get the mean.
@@ -33,17 +33,17 @@ from torch.utils.checkpoint import checkpoint
 from osdp._torch import tree_map_only
 from osdp.cluster import TimedStage
 from osdp.errors import OsdpError, UsageError
-from osdp.model.assemble import Cut, GrowingTrace, cut_stages
-from osdp.model.depth import shortened
 from osdp.model.fake import DTYPES
 from osdp.model.graph import Mark, ModelGraph
+from osdp.model.shorten import shortened
 from osdp.model.source import ModelSource
+from osdp.model.stages import Cut, GrowingTrace, cut_stages
 from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import typical
 from osdp.runtime.initialize import initialize
-from osdp.training.baddays import is_out_of_memory
+from osdp.training.failures import is_out_of_memory
 
 _LEAST_FORWARD = 0.7  # of the plain one, which saves what the recomputed one does not, takes a recomputed one at least
 _TURNS = 2  # in a round
@@ -243,7 +243,7 @@ def _typical(bench: Bench, turns: Sequence[Sequence[NDArray[Any]]]) -> NDArray[A
         np.array(bench.slowest(*each.flatten().tolist())).reshape(each.shape)
         for each in (typical(own.sum(axis=2)), own.mean(axis=0))
     )
-    return mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-12) * passes[:, None] * bench.stretch
+    return mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-12) * passes[:, None] * bench.segment
 
 
 def _tried(bench: Bench, run: Run) -> NDArray[Any] | None:

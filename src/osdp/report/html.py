@@ -111,7 +111,7 @@ def _way(way: StepPicture, unit: int) -> dict[str, Any]:
         "forward_end": way.forward_end,
         "backward_end": way.backward_end,
         "end": way.end,
-        "stretch": way.stretch,
+        "slowdown": way.slowdown,
         "seconds": [_short(second) for second in way.memory.seconds],
         "bytes": [[round(value / unit) for value in row] for row in way.memory.part_bytes],
         "places": way.memory.places,

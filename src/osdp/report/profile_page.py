@@ -14,7 +14,7 @@ from osdp.report.printing import EMPTY, indented, make_table, print_heading, pri
 
 if TYPE_CHECKING:
     from osdp.profiling.engine import CheckedPass
-    from osdp.profiling.fit import Fit
+    from osdp.profiling.line_fit import Fit
     from osdp.profiling.run import Profile
 
 
@@ -56,8 +56,8 @@ class ProfilePage:
     seconds: float
     figures: tuple[FigureRow, ...]
     collectives: tuple[CollectiveRow, ...]
-    visit_seconds: float
-    exchange_seconds: float
+    unit_overhead_seconds: float
+    collective_overhead_seconds: float
     tensor_seconds: float
     copy_byte_seconds: float
     overlap: float
@@ -78,8 +78,8 @@ def profile_page(profile: Profile) -> ProfilePage:
         seconds=profile.seconds,
         figures=tuple(_figures(profile)),
         collectives=tuple(_collectives(profile)),
-        visit_seconds=profile.cluster.visit_seconds,
-        exchange_seconds=profile.cluster.exchange_seconds,
+        unit_overhead_seconds=profile.cluster.unit_overhead_seconds,
+        collective_overhead_seconds=profile.cluster.collective_overhead_seconds,
         tensor_seconds=profile.cluster.tensor_seconds,
         copy_byte_seconds=profile.cluster.copy_byte_seconds,
         overlap=profile.cluster.overlap,
@@ -207,7 +207,12 @@ def _print_engine(page: ProfilePage, out: Console) -> None:
         error = f"{100 * (each.predicted_seconds / each.measured_seconds - 1):+.0f} %"
         table.add_row(each.blocks, each.mode, each.which, *map(format_seconds, seconds), error)
     out.print(indented(table))
-    host = page.visit_seconds, page.exchange_seconds, page.tensor_seconds, SIZE * page.copy_byte_seconds
+    host = (
+        page.unit_overhead_seconds,
+        page.collective_overhead_seconds,
+        page.tensor_seconds,
+        SIZE * page.copy_byte_seconds,
+    )
     visit, exchange, tensor, copy = map(format_seconds, host)
     print_line(
         out,

@@ -14,11 +14,11 @@ from osdp.baselines import WAYS, Prices
 from osdp.batching import LARGEST_MICRO_BATCH
 from osdp.cluster import format_bytes
 from osdp.cost.graph import StepGraph, step_graph_of
-from osdp.cost.holds import END, START, Hold, unit_holds
+from osdp.cost.lifetimes import END, START, Allocation, unit_allocations
 from osdp.cost.option_seconds import Kernels
-from osdp.cost.seconds import compute_time, unit_work
 from osdp.cost.step_trace import step_trace
 from osdp.cost.tables import Uniform
+from osdp.cost.time_model import compute_time, unit_work
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Certificate, Plan, PlanUnit
@@ -224,12 +224,12 @@ def stage_boxes(plan: Plan, step: StepGraph) -> tuple[StageBox, ...]:
 
 def _unit_box(planned: PlanUnit, step: StepGraph, place: int, kernels: float, stalls: float) -> UnitBox:
     unit, option, places = step.layout.units[place], step.options[place], step.layout.places[place]
-    holds = unit_holds(unit, option, places, step.training, step.cluster)
+    allocations = unit_allocations(unit, option, places, step.training, step.cluster)
     work = unit_work(unit, option, places, step.training, step.cluster)
     return UnitBox(
         unit=planned,
-        held_bytes=sum(hold.nbytes for hold in holds if (hold.start, hold.end) == (START, END)),
-        own_peak_bytes=_most(holds),
+        held_bytes=sum(hold.nbytes for hold in allocations if (hold.start, hold.end) == (START, END)),
+        own_peak_bytes=_most(allocations),
         compute_seconds=kernels,
         gather_seconds=sum(each.seconds for each in (*work.gather, *work.gather_again)),
         reduce_seconds=sum(each.seconds for each in work.reduce),
@@ -237,9 +237,9 @@ def _unit_box(planned: PlanUnit, step: StepGraph, place: int, kernels: float, st
     )
 
 
-def _most(holds: Sequence[Hold]) -> int:
+def _most(allocations: Sequence[Allocation]) -> int:
     """The most bytes that are alive at once."""
-    changes = [(hold.start, hold.nbytes) for hold in holds] + [(hold.end, -hold.nbytes) for hold in holds]
+    changes = [(hold.start, hold.nbytes) for hold in allocations] + [(hold.end, -hold.nbytes) for hold in allocations]
     alive = most = 0
     for _, change in sorted(changes):
         alive += change

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.cost.graph import StepGraph
-from osdp.cost.holds import (
+from osdp.cost.lifetimes import (
     BUFFERS,
     CONSTANTS,
     GATHERED,
@@ -63,7 +63,7 @@ class StepPicture:
     forward_end: float
     backward_end: float
     end: float
-    stretch: float
+    slowdown: float
     memory: MemoryCurve
     spans: tuple[Span, ...]
 
@@ -87,7 +87,7 @@ def step_picture(name: str, graph: StepGraph) -> StepPicture:
         forward_end=max((segment[1] for visit in forward for segment in visit), default=0.0),
         backward_end=trace.optimizer[0],
         end=trace.optimizer[1],
-        stretch=trace.stretch,
+        slowdown=trace.slowdown,
         memory=memory_curve(timeline, trace),
         spans=trace.spans,
     )

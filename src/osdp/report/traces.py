@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cost.graph import COMMUNICATION, StepGraph
-from osdp.cost.holds import CONSTANTS, PARTS, SAVED, TEMPORARIES, unit_holds
+from osdp.cost.lifetimes import CONSTANTS, PARTS, SAVED, TEMPORARIES, unit_allocations
 from osdp.cost.step_trace import step_trace
 from osdp.cost.timeline import Timeline, column_of
 from osdp.files import write_bytes, write_text
@@ -85,7 +85,7 @@ def allocations(graph: StepGraph, timeline: Timeline) -> Iterator[Allocation]:
     """Allocations whose sum at every slot is the timeline's."""
     columns = len(timeline.total)
     for unit, option, places in zip(graph.layout.units, graph.options, graph.layout.places, strict=True):
-        for hold in unit_holds(unit, option, places, graph.training, graph.cluster):
+        for hold in unit_allocations(unit, option, places, graph.training, graph.cluster):
             begin, end = (column_of(at, timeline.starts, columns) for at in (hold.start, hold.end))
             if hold.part not in _BY_LEVEL and hold.nbytes and end > begin:
                 yield Allocation(hold.part, unit.name, hold.nbytes, begin, end)

@@ -33,11 +33,11 @@ from osdp.errors import UsageError
 from osdp.losses import chunk_loss
 from osdp.model.fake import without_cache
 from osdp.planfile import Plan, PlanUnit, backward_order, unit_depths
-from osdp.runtime.agree import check_model, check_ranks, check_weights
+from osdp.runtime.async_comm import Reductions
 from osdp.runtime.clip import scale_to, torch_norm
-from osdp.runtime.collectives import CarriedAllGather, CarriedAllReduce, CarriedReduceScatter
+from osdp.runtime.collectives import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter
 from osdp.runtime.compiled import compile_blocks
-from osdp.runtime.courier import Reductions
+from osdp.runtime.consistency import check_model, check_ranks, check_weights
 from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
 from osdp.runtime.recompute import recompute
@@ -45,7 +45,7 @@ from osdp.runtime.recovery import Recovery
 from osdp.runtime.same_inputs import one_tensor_stays_one
 from osdp.runtime.scalars import give_scalars_a_dimension
 from osdp.runtime.split import split_operators
-from osdp.runtime.unused import Exchange, Unused, largest_of_all, on_any_rank, on_this_rank
+from osdp.runtime.unused import Exchange, UnusedGradients, largest_of_all, on_any_rank, on_this_rank
 from osdp.sharding import REPLICATE, ShardingMode
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -125,7 +125,7 @@ def parallelize(
         for module in piece.modules:
             if isinstance(module, nn.MultiheadAttention):
                 one_tensor_stays_one(module)
-    reductions = Reductions(meshes.courier) if engine == ASYNC_GLOO else None
+    reductions = Reductions(meshes.comm_threads) if engine == ASYNC_GLOO else None
     for piece in pieces:
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
@@ -134,7 +134,7 @@ def parallelize(
             if not piece.mode.is_sharded:
                 compute_in_place(group)
     if reductions is not None:
-        _carry(pieces, meshes, reductions)
+        _use_comm_threads(pieces, meshes, reductions)
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=engine.gathers_before_waiting)
     on_meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -238,36 +238,36 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parame
     return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
 
 
-def _carry(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:
-    """Gives every piece's collectives to one courier; see [Note: Engines]."""
-    courier = meshes.courier
+def _use_comm_threads(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:
+    """Gives every piece's collectives to one communication threads; see [Note: Engines]."""
+    comm_threads = meshes.comm_threads
     for piece in pieces:
         module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
         for group in param_groups(piece.modules[0]):
-            scatter = CarriedReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
-            module.set_custom_all_gather(CarriedAllGather(courier, two_levels=two_levels))
+            scatter = AsyncReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
+            module.set_custom_all_gather(AsyncAllGather(comm_threads, two_levels=two_levels))
             module.set_custom_reduce_scatter(scatter)
             if not piece.mode.is_sharded:
-                module.set_all_reduce_hook(CarriedAllReduce(reductions, meshes.groups, group, scatter))
+                module.set_all_reduce_hook(AsyncAllReduce(reductions, meshes.groups, group, scatter))
 
 
-def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> Unused:
+def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> UnusedGradients:
     """See [Note: Unused]; in a world that is not real there is nobody to ask."""
     units = _groups(pieces)
     finish = reductions.finish if reductions is not None else lambda: None
     if dist.get_backend() == FAKE:
-        return Unused(units, finish, on_this_rank)
+        return UnusedGradients(units, finish, on_this_rank)
     exchange: Exchange = functools.partial(largest_of_all, group=meshes.processors)
     if reductions is not None:
         run = reductions.run
         exchange = lambda used: run(lambda own: largest_of_all(used, own.world))  # noqa: E731
-    return Unused(units, finish, functools.partial(on_any_rank, exchange=exchange))
+    return UnusedGradients(units, finish, functools.partial(on_any_rank, exchange=exchange))
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
     """Every piece gathers the next one while it computes, in both directions.
 
-    See [Note: Prefetch] in osdp.cost.holds, which says too what is `early`.
+    See [Note: Prefetch] in osdp.cost.lifetimes, which says too what is `early`.
     """
     sliced = {_sharded(piece.modules[0]) for piece in pieces if piece.unit.splits > 1}
     by_unit: dict[str, list[FSDPModule]] = {}

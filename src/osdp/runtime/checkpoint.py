@@ -93,7 +93,7 @@ def save_checkpoint(
     keep: int = 2,
     asynchronous: bool = False,
 ) -> Saving | None:
-    """Saves model and optimizer, on every rank, as `folder/step-<step>`; then removes all but the last `keep`.
+    """Checkpointing model and optimizer, on every rank, as `folder/step-<step>`; then removes all but the last `keep`.
 
     With `asynchronous` the states are copied and written while training goes on. The next save, the next load, and
     `wait` of the returned saving wait for it, and raise its errors; wait for the last one before the process group is

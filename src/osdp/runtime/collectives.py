@@ -1,4 +1,4 @@
-"""The collectives of a plan on a backend without streams: FSDP2's custom communication, carried by a courier.
+"""The collectives of a plan on a backend without streams: FSDP2's custom communication, in threads of its own.
 
 [Note: Reduce-scatter]
 gloo's own reduce-scatter sends as much as an all-reduce, twice what it must. Here parts go round in a ring: every rank
@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceScatter
-from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from osdp.runtime.courier import Courier, Delivery, Groups, Job, Reductions
-from osdp.runtime.record import issue
+from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from osdp.runtime.async_comm import CommThreads, CommWork, Groups, Job, Reductions
+from osdp.runtime.collective_recorder import issue
 
 PIECES = 2  # of a part on its way; see [Note: Ring]
 
@@ -40,15 +40,15 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class CarriedAllGather(_Allocates, AllGather):
-    """An all-gather by courier, flat or over two levels."""
+class AsyncAllGather(_Allocates, AllGather):
+    """An all-gather by communication threads, flat or over two levels."""
 
-    def __init__(self, courier: Courier, *, two_levels: bool) -> None:
-        self._courier, self._two_levels = courier, two_levels
+    def __init__(self, comm_threads: CommThreads, *, two_levels: bool) -> None:
+        self._courier, self._two_levels = comm_threads, two_levels
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Delivery | None:
+    ) -> CommWork | None:
         groups = self._courier.groups
         if self._two_levels and groups.two_levels and groups.like(group) is groups.world:
             column = input_tensor.new_empty(groups.across.size() * input_tensor.numel())
@@ -64,8 +64,8 @@ class CarriedAllGather(_Allocates, AllGather):
         return None
 
 
-class CarriedReduceScatter(_Allocates, ReduceScatter):
-    """A mean over all ranks by courier: scattered over the world, or in the node and then all-reduced across nodes."""
+class AsyncReduceScatter(_Allocates, ReduceScatter):
+    """A mean over all ranks: scattered over the world, or in the node and then all-reduced across nodes."""
 
     def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, *, two_levels: bool) -> None:
         self._reductions, self._groups, self._unit, self._two_levels = reductions, groups, unit, two_levels
@@ -99,14 +99,14 @@ class CarriedReduceScatter(_Allocates, ReduceScatter):
         self._reductions.start(job, _parameters(self._unit), *held, wait=_is_cast(output_tensor, self._unit))
 
 
-class CarriedAllReduce:
-    """FSDP2's hook after a reduction: the mean of a replicated unit's gradients over all ranks, by courier.
+class AsyncAllReduce:
+    """FSDP2's hook after a reduction: the mean of a replicated unit's gradients over all ranks.
 
     The reduction before it, `copying`, is over one rank: only its buffers are used.
     """
 
     def __init__(
-        self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, copying: CarriedReduceScatter
+        self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, copying: AsyncReduceScatter
     ) -> None:
         self._reductions, self._groups, self._unit, self._copying = reductions, groups, unit, copying
 

@@ -1,7 +1,7 @@
 """Runs a plan's training step with the real FSDP2 in one process: fake tensors, a fake process group, any world size.
 
 What it records is the truth that the planner's timeline and graph are compared with: the bytes alive at every
-allocation, what they are (see [Note: Whose] in osdp.runtime.parts), and the collectives as they are issued.
+allocation, what they are (see [Note: Whose] in osdp.runtime.memory_attribution), and the collectives as issued.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode, fake_store
-from osdp.cost.holds import CONSTANTS, GRADIENTS, PARAMETERS, STATES
+from osdp.cost.lifetimes import CONSTANTS, GRADIENTS, PARAMETERS, STATES
 from osdp.cost.schedule import CollectiveRecord
 from osdp.engine import ASYNC_GLOO
 from osdp.model.device_kernels import kernels_of
@@ -29,9 +29,9 @@ from osdp.model.values import Values, fake_of
 from osdp.planfile import Plan
 from osdp.runtime.accumulate import accumulate
 from osdp.runtime.apply import parallelize
+from osdp.runtime.collective_recorder import recording
 from osdp.runtime.local import local_tensor
-from osdp.runtime.parts import PartRecorder
-from osdp.runtime.record import recording
+from osdp.runtime.memory_attribution import MemoryAttributionRecorder
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 InputsOf = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -120,7 +120,7 @@ class _Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
         with recording(self.plan.cluster.devices_per_node) as issued:
-            recorder = PartRecorder(None if self.plan.cluster.engine == ASYNC_GLOO else issued)
+            recorder = MemoryAttributionRecorder(None if self.plan.cluster.engine == ASYNC_GLOO else issued)
             self._hold(recorder)
             count = min(self.plan.accumulation, MOST_MICRO_BATCHES)
             with recorder, recorder.following_resizes():
@@ -133,7 +133,7 @@ class _Step:
         recorder.trace.end_live = recorder.live
         return DryRun(recorder.trace, tuple(issued.issued), recorder.parts_at_peak(), count)
 
-    def _hold(self, recorder: PartRecorder) -> None:
+    def _hold(self, recorder: MemoryAttributionRecorder) -> None:
         """What is there before the step."""
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         inputs = list(tensors_in((self.args, self.kwargs)))
@@ -141,7 +141,7 @@ class _Step:
         recorder.hold_as(STATES, [local_tensor(state) for state in states])
         recorder.hold_as(CONSTANTS, [*(local_tensor(buffer) for buffer in self.model.buffers()), *inputs])
 
-    def _micro_batch(self, recorder: PartRecorder) -> None:
+    def _micro_batch(self, recorder: MemoryAttributionRecorder) -> None:
         hooks = Hooks(recorder, self.watched)
         recorder.mark("begin", "")
         scalar = self.loss(self.model(*self.args, **self.kwargs))

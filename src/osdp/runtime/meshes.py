@@ -6,8 +6,8 @@ plan after another must not make them anew each time.
 [Note: Engines]
 On a backend with streams (NCCL), FSDP2's own communication overlaps compute: the stock engine leaves it alone, and
 shards within the node on a two-dimensional mesh. On gloo, FSDP2 waits for every collective: the asynchronous engine
-gives collectives to a courier instead (see [Note: Courier]), and shards on the mesh of the node alone, because FSDP2
-would run the all-reduce of a two-dimensional mesh itself, and wait for it.
+gives them to communication threads (see [Note: CommThreads]), and shards on the mesh of the node alone, as FSDP2 would
+run the all-reduce of a two-dimensional mesh itself, and wait for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from osdp._torch import default_timeout
 from osdp.accelerator import FAKE
 from osdp.engine import ASYNC_GLOO, Engine
-from osdp.runtime.courier import Courier, Groups
+from osdp.runtime.async_comm import CommThreads, Groups
 from osdp.sharding import ShardingMode
 
-LANES = 2  # see [Note: Courier]
+LANES = 2  # see [Note: CommThreads]
 _Key = tuple[str, int, int, Engine]
 _made: dict[_Key, Meshes] = {}  # in the world of `_world`
 _world: weakref.ref[dist.ProcessGroup] | None = None  # weak: when it is destroyed, what was made in it ends too
@@ -50,7 +50,7 @@ def _close(made: dict[_Key, Meshes]) -> None:
     """Ends the threads of a world, and forgets its groups."""
     for meshes in made.values():
         if "courier" in meshes.__dict__:
-            meshes.courier.close()
+            meshes.comm_threads.close()
     made.clear()
 
 
@@ -79,14 +79,14 @@ class Meshes:
 
     @functools.cached_property
     def groups(self) -> Groups:
-        """Process groups which only the courier uses, or, where there is none, who times collectives."""
+        """Process groups which only the communication threads use, or, where there is none, who times collectives."""
         return self._new_groups()
 
     @functools.cached_property
-    def courier(self) -> Courier:
+    def comm_threads(self) -> CommThreads:
         inline = dist.get_backend() == FAKE
         more = 0 if inline else LANES - 1
-        return Courier([self.groups, *(self._new_groups() for _ in range(more))], inline=inline)
+        return CommThreads([self.groups, *(self._new_groups() for _ in range(more))], inline=inline)
 
     def _new_groups(self) -> Groups:
         ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)

@@ -29,15 +29,19 @@ from osdp._torch.fsdp import (
     reduce_unreduced,
 )
 from osdp.errors import UsageError
-from osdp.runtime.courier import Reductions
-from osdp.runtime.unused import Unused
+from osdp.runtime.async_comm import Reductions
+from osdp.runtime.unused import UnusedGradients
 
 
 class Recovery:
     """Keeps a model's gradients whole or refused; see [Note: Steps that end early]."""
 
     def __init__(
-        self, model: FSDPModule, groups: Sequence[FSDPParamGroup], reductions: Reductions | None, unused: Unused
+        self,
+        model: FSDPModule,
+        groups: Sequence[FSDPParamGroup],
+        reductions: Reductions | None,
+        unused: UnusedGradients,
     ) -> None:
         self._model, self._groups, self._reductions, self._unused = model, groups, reductions, unused
         self._is_lost = False  # a backward failed, and its gradients may still be there

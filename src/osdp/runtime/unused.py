@@ -34,7 +34,7 @@ def on_any_rank(used: Sequence[bool], exchange: Exchange) -> Sequence[bool]:
     return [bool(flag) for flag in flags.tolist()]
 
 
-class Unused:
+class UnusedGradients:
     """The parameters of a model, watched through every backward; see [Note: Unused].
 
     `finish` ends the reductions that are under way, `anywhere` says which of the parameters that this rank has used, or

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from osdp.search.problem import UnitOption, guest_units, option_seconds
+from osdp.search.problem import UnitOption, option_seconds, units_of_other_stages
 from osdp.search.streams import CLOCKS, COMPUTE, Matrix, Op, matrices, passed
 
 if TYPE_CHECKING:
-    from osdp.search.kind import Column, Kind, Terms
+    from osdp.search.stage_columns import Column, StageColumns, Terms
 
 Which = tuple[bool, bool]  # of a step's passes: backward, in the last micro-batch
 
@@ -51,7 +51,7 @@ class Pace:
 class _Symbols:
     """Clocks as sums over columns. A maximum is a column of its own, or its longer side where a bound is enough."""
 
-    def __init__(self, kind: Kind, number: int, last: bool) -> None:
+    def __init__(self, kind: StageColumns, number: int, last: bool) -> None:
         self._kind, self._number, self._last = kind, number, last
         self._shares: Terms = {}
         if kind.coarse:  # columns as they would be if all options of a unit were taken alike
@@ -112,7 +112,7 @@ class _Symbols:
 class ClockRows:
     """The entries of all passes of a kind; `matrices` has those of the columns that are a stage's whole choice."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: StageColumns) -> None:
         self._kind = kind
         self.matrices: dict[int, list[Matrix]] = {}
         self.entries: dict[Which, list[Entry]] = {}
@@ -132,8 +132,8 @@ class ClockRows:
     def _is_plain(self, number: int) -> bool:
         """Whether a column is the whole choice of the stage: one unit, nothing split, no other stage's unit in it."""
         units = self._kind.units[number]
-        guests = any(guest_units(stage) for stage in self._kind.table.shapes[number].passes)
-        return len(units) == 1 and all(chosen.sharded is None for chosen in units[0]) and not guests
+        cross_stage_units = any(units_of_other_stages(stage) for stage in self._kind.table.shapes[number].passes)
+        return len(units) == 1 and all(chosen.sharded is None for chosen in units[0]) and not cross_stage_units
 
     def _matrices(self, which: Which) -> dict[int, Matrix]:
         """The matrices of columns that are a whole choice, scaled."""

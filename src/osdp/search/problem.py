@@ -122,7 +122,7 @@ class UnitOption:
 
 
 @dataclass(frozen=True)
-class Guest:
+class CrossStageUnit:
     """A unit of another stage that is used in this one: its rows here, option by option."""
 
     stage: int
@@ -160,7 +160,7 @@ class ShapeTable:
     freed: int
     forward_pass: StagePass
     backward_pass: StagePass
-    guests: tuple[Guest, ...] = ()
+    cross_stage_units: tuple[CrossStageUnit, ...] = ()
     is_block: bool = True
     is_whole: bool = True  # a block that is gathered in one piece, or no block
 
@@ -218,7 +218,9 @@ class Verdict:
 _TOTALS = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
 
 
-Guests = dict[tuple[int, int], tuple[UnitOption, int]]  # other stages' units that act in one, with what they chose
+OtherStagesUnits = dict[
+    tuple[int, int], tuple[UnitOption, int]
+]  # other stages' units that act in one, with what they chose
 
 
 class _Taken:
@@ -237,46 +239,52 @@ class _Taken:
         self._highest: dict[tuple[int, ...], int] = {}
         self._matrices: dict[object, Matrix] = {}
 
-    def matrix(self, backward: bool, last: bool, guests: Guests) -> Matrix:
+    def matrix(self, backward: bool, last: bool, cross_stage_units: OtherStagesUnits) -> Matrix:
         """A pass's matrix, with the options of other stages' units that act in it."""
         stage = self.shape.passes[backward]
-        others = tuple((unit, id(guests[unit][0]), guests[unit][1]) for unit in guest_units(stage))
+        others = tuple(
+            (unit, id(cross_stage_units[unit][0]), cross_stage_units[unit][1]) for unit in units_of_other_stages(stage)
+        )
         key = backward, last, others
         if key not in self._matrices:
 
             def seconds(op: Op) -> float:
-                return op.seconds + (self._seconds(op.unit, op.names, last, guests) if op.names else 0.0)
+                return op.seconds + (self._seconds(op.unit, op.names, last, cross_stage_units) if op.names else 0.0)
 
             self._matrices[key] = matrix(stage, seconds)
         return self._matrices[key]
 
-    def serial_seconds(self, last: bool, guests: Guests, passes: Sequence[bool]) -> float:
+    def serial_seconds(self, last: bool, cross_stage_units: OtherStagesUnits, passes: Sequence[bool]) -> float:
         """Of all that these passes of a micro-batch do in this stage, one after the other."""
         kernels = sum(self.shape.passes[backward].seconds for backward in passes)
         found = serial_counts(self.shape, passes).items()
-        return kernels + sum(times * self._seconds(unit, (name,), last, guests) for (unit, name), times in found)
+        return kernels + sum(
+            times * self._seconds(unit, (name,), last, cross_stage_units) for (unit, name), times in found
+        )
 
-    def _seconds(self, unit: int | tuple[int, int], names: Sequence[str], last: bool, guests: Guests) -> float:
+    def _seconds(
+        self, unit: int | tuple[int, int], names: Sequence[str], last: bool, cross_stage_units: OtherStagesUnits
+    ) -> float:
         if not isinstance(unit, int):
-            option, k = guests[unit]
+            option, k = cross_stage_units[unit]
         elif len(self.options) == 1:
             option, k = self.options[0][0].of(unit, self.options[0][1])
         else:
             option, k = self.options[unit]
         return option_seconds(option, k, names, last)
 
-    def highest(self, backward: bool, neighbours: tuple[int, int, int], guests: IntArray | None) -> int:
+    def highest(self, backward: bool, neighbours: tuple[int, int, int], cross_stage_units: IntArray | None) -> int:
         """The highest row of a visit, relative to its start."""
         key = backward, *neighbours
-        if guests is None and key in self._highest:
+        if cross_stage_units is None and key in self._highest:
             return self._highest[key]
         rows = self.shape.backward if backward else self.shape.forward
         if not len(rows):
             return 0
         ahead, cast, reducing = neighbours
         level = rows.activations + self.own[backward] + ahead * rows.tail + cast * rows.issue + reducing * rows.head
-        if guests is not None:
-            return int((level + guests).max())
+        if cross_stage_units is not None:
+            return int((level + cross_stage_units).max())
         self._highest[key] = int(level.max())
         return self._highest[key]
 
@@ -311,12 +319,12 @@ def evaluate(problem: Problem, choice: tuple[StageChoice, ...]) -> Verdict:
     for i, t in enumerate(taken):
         left = totals[i - 1] if i else _NONE
         right = totals[i + 1] if i + 1 < stages else _NONE
-        guests = _guests(t.shape, choice)
+        cross_stage_units = _cross_stage_units(t.shape, choice)
         level = base + before[i] + spans[i]
-        highest = level + t.highest(False, (right["ahead"], right["cast"], 0), guests[0])
+        highest = level + t.highest(False, (right["ahead"], right["cast"], 0), cross_stage_units[0])
         level = base + before[i] + t.shape.saved + behind[i + 1] + spans[2 * stages - 1 - i]
         again = left["ahead_again"], left["cast_again"], right["reducing"]
-        highest = max(highest, level + t.highest(True, again, guests[1]))
+        highest = max(highest, level + t.highest(True, again, cross_stage_units[1]))
         peak = max(peak, highest)
         if highest > problem.limit:
             excess[i] = max(highest - problem.limit, excess.get(i, 0))
@@ -324,12 +332,12 @@ def evaluate(problem: Problem, choice: tuple[StageChoice, ...]) -> Verdict:
     return Verdict(_step_seconds(problem, taken), peak, over, tuple(excess[i] for i in over))
 
 
-def _guests(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tuple[IntArray | None, IntArray | None]:
+def _cross_stage_units(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tuple[IntArray | None, IntArray | None]:
     """What units of other stages hold in this one's visits."""
-    if not shape.guests:
+    if not shape.cross_stage_units:
         return None, None
     forward, backward = np.zeros(len(shape.forward), np.int64), np.zeros(len(shape.backward), np.int64)
-    for guest in shape.guests:
+    for guest in shape.cross_stage_units:
         o, k = choice[guest.stage].options[guest.unit]
         forward += guest.forward[o] @ np.array([1, k])
         backward += guest.backward[o] @ np.array([1, k])
@@ -365,7 +373,7 @@ def serial_counts(
     return counts
 
 
-def guest_units(stage: StagePass) -> list[tuple[int, int]]:
+def units_of_other_stages(stage: StagePass) -> list[tuple[int, int]]:
     """Units of other stages that act in a pass."""
     return list(dict.fromkeys(op.unit for op in stage.ops if not isinstance(op.unit, int)))
 
@@ -379,18 +387,21 @@ def _step_seconds(problem: Problem, taken: Sequence[_Taken]) -> float:
 
 
 def _micro_batch_seconds(problem: Problem, taken: Sequence[_Taken], last: bool, passes: Sequence[bool]) -> float:
-    guests = {
-        unit: taken[unit[0]].options[unit[1]] for t in taken for stage in t.shape.passes for unit in guest_units(stage)
+    cross_stage_units = {
+        unit: taken[unit[0]].options[unit[1]]
+        for t in taken
+        for stage in t.shape.passes
+        for unit in units_of_other_stages(stage)
     }
     seconds = 0.0
     if problem.overlap > 0:
         clocks = start()
         for backward in passes:
             for t in reversed(taken) if backward else taken:
-                clocks = followed(clocks, t.matrix(backward, last, guests))
+                clocks = followed(clocks, t.matrix(backward, last, cross_stage_units))
         seconds += problem.overlap * end(clocks)
     if problem.overlap < 1:
-        seconds += (1 - problem.overlap) * sum(t.serial_seconds(last, guests, passes) for t in taken)
+        seconds += (1 - problem.overlap) * sum(t.serial_seconds(last, cross_stage_units, passes) for t in taken)
     return seconds
 
 

@@ -10,9 +10,9 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from osdp.search.highs import INFINITY, Answer, solve
+from osdp.search.milp import ColumnsOfStages, Group, Model
 from osdp.search.polish import Judged, Runs, polished
 from osdp.search.problem import SECONDS, Problem, ShapeTable, StageChoice, Verdict, evaluate
-from osdp.search.program import Group, Kinds, Model
 
 _TOLERANCE = 1e-9  # relative: what two sums of the same seconds in another order may differ by
 _MANY = 40  # single stages in a program that has the rows of all; see [Note: Asked]
@@ -72,7 +72,7 @@ def _runs(problem: Problem) -> Iterator[tuple[int, int]]:
 
 def relaxed_bound(problem: Problem, *, seconds: float = INFINITY) -> float:
     """A lower bound on the seconds of any choice that fits; infinite where none does."""
-    kinds = Kinds(problem, _scale(problem), coarse=True)
+    kinds = ColumnsOfStages(problem, _scale(problem), coarse=True)
     groups = coarse_groups(problem)
     answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + seconds)[1]
     return INFINITY if answer.status == "infeasible" else max(answer.bound / kinds.scale, _kernel_seconds(problem))
@@ -87,7 +87,7 @@ def _kernel_seconds(problem: Problem) -> float:
 
 def may_fit(problem: Problem) -> bool:
     """Whether the relaxation fits."""
-    kinds, groups = Kinds(problem, _scale(problem), coarse=True, timed=False), coarse_groups(problem)
+    kinds, groups = ColumnsOfStages(problem, _scale(problem), coarse=True, timed=False), coarse_groups(problem)
     answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + 60.0)[1]
     return answer.status != "infeasible"
 
@@ -109,7 +109,7 @@ def more_asked(asked: set[int] | None, verdict: Verdict) -> set[int]:
 def relaxed(
     problem: Problem,
     groups: Sequence[Group],
-    kinds: Kinds,
+    kinds: ColumnsOfStages,
     asked: set[int] | None,
     *,
     excluded: Sequence[tuple[StageChoice, ...]] = (),
@@ -149,7 +149,7 @@ class Search:
         self.scale = _scale(problem)
         self.groups = first_groups(problem)
         self.rows = first_asked(self.groups)
-        self.kinds = Kinds(problem, self.scale)
+        self.kinds = ColumnsOfStages(problem, self.scale)
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
@@ -318,7 +318,7 @@ def _shares(model: Model, relaxation: Answer) -> tuple[float, ...]:
 def lowest_peak(problem: Problem, *, seconds: float = 5.0) -> tuple[tuple[StageChoice, ...], Verdict]:
     """A choice that needs as little memory as any, whatever its seconds; of very many stages, nearly so."""
     groups = first_groups(problem)
-    kinds, rows = Kinds(problem, _scale(problem), coarse=True, timed=False), first_asked(groups)
+    kinds, rows = ColumnsOfStages(problem, _scale(problem), coarse=True, timed=False), first_asked(groups)
     if rows is not None:
         return _nearly_lowest(problem, groups, kinds, rows)
     model = Model(problem, groups, kinds=kinds, minimise_peak=True)
@@ -329,7 +329,7 @@ def lowest_peak(problem: Problem, *, seconds: float = 5.0) -> tuple[tuple[StageC
 
 
 def _nearly_lowest(
-    problem: Problem, groups: list[Group], kinds: Kinds, rows: set[int]
+    problem: Problem, groups: list[Group], kinds: ColumnsOfStages, rows: set[int]
 ) -> tuple[tuple[StageChoice, ...], Verdict]:
     """The best of what relaxations lean to, with rows added where those are highest."""
     groups = [Group(stage, stage + 1) for stage in range(groups[0].first, groups[-1].stop)]

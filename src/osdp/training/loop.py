@@ -18,13 +18,13 @@ import osdp
 from osdp.errors import OsdpError, UsageError
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
-from osdp.training.baddays import StopWish, Watchdog
+from osdp.training.batches import Feed
+from osdp.training.checkpointing import Checkpointing, CheckpointSettings
 from osdp.training.data import Order, Windows
-from osdp.training.feed import Feed
+from osdp.training.drift import Timing
+from osdp.training.failures import StopRequest, Watchdog
 from osdp.training.memory import PeakMemory
 from osdp.training.optimizer import Schedule, make_optimizer
-from osdp.training.pace import Timing
-from osdp.training.saves import Keeping, Saves
 from osdp.training.world import World
 
 MOST_VALIDATION_BATCHES = 16
@@ -39,7 +39,7 @@ class Settings:
     weight_decay: float
     clip: float
     seed: int
-    keeping: Keeping
+    keeping: CheckpointSettings
     validation: float = 0.0
     validate_every: int = 0
 
@@ -103,7 +103,9 @@ class Trainer:
             self.model, plan.optimizer, lr=settings.schedule.lr, weight_decay=settings.weight_decay
         )
         self.now = "the start"
-        self.saves = Saves(settings.keeping, self.model, self.optimizer, identity=self.identity, watch=self._watch)
+        self.checkpointing = Checkpointing(
+            settings.keeping, self.model, self.optimizer, identity=self.identity, watch=self._watch
+        )
         self._data_seconds = 0.0
 
     @property
@@ -117,7 +119,7 @@ class Trainer:
             "data": self.data.windows.digest,
         }
 
-    def steps(self, done: int, wish: StopWish) -> Iterator[Step]:
+    def steps(self, done: int, wish: StopRequest) -> Iterator[Step]:
         """Trains from the step after `done` to the last, or until any rank is asked to stop."""
         for index in range(done, self.settings.steps):
             step, stop, writing = self._step(index, wish)
@@ -125,18 +127,18 @@ class Trainer:
             if stop:
                 wish.signal = stop
             last = bool(stop) or step.number == self.settings.steps
-            if last or self.saves.due(step.number):
-                self.saves.save(step.number, last=last)
+            if last or self.checkpointing.due(step.number):
+                self.checkpointing.save(step.number, last=last)
             elif not writing:
-                self.saves.settle()
+                self.checkpointing.settle()
             if stop:
                 break
 
-    def _step(self, index: int, wish: StopWish) -> tuple[Step, int, bool]:
+    def _step(self, index: int, wish: StopRequest) -> tuple[Step, int, bool]:
         """A step; the signal that any rank was sent; whether any rank still writes a checkpoint."""
         self._watch(f"step {index + 1}")
         began, computed, self._data_seconds = time.perf_counter(), time.thread_time(), 0.0
-        saving = self.saves.under_way
+        saving = self.checkpointing.under_way
         # Of the step and not of the run, so that dropout after a restart is as it would have been.
         torch.manual_seed(_mixed(self.settings.seed, index, self.world.rank))
         lr = self.settings.schedule.at(index)
@@ -149,13 +151,13 @@ class Trainer:
         passed = time.perf_counter() - began
         waited = passed - (time.thread_time() - computed)
         times, peak = (passed, self._data_seconds, waited), self.memory.peak_bytes()
-        numbers = self.world.all_numbers(loss, *times, peak, saving, self.saves.under_way, wish.signal)
+        numbers = self.world.all_numbers(loss, *times, peak, saving, self.checkpointing.under_way, wish.signal)
         losses, passes, data_seconds, waits, peaks, savings, writing, stops = zip(*numbers, strict=True)
         # a rank may begin a step before this one does: what it waited is part of the longest
         mean, seconds = sum(losses) / len(losses), max(time.perf_counter() - began, *passes)
         if not math.isfinite(mean) or not math.isfinite(norm):
-            self.saves.settle_after_failure()
-            resumes = self.saves.resumes()
+            self.checkpointing.settle_after_failure()
+            resumes = self.checkpointing.resumes()
             raise OsdpError(f"step {index + 1} has loss {mean} and gradient norm {norm}; lower --lr; {resumes}")
         on_cpu = self.world.device.type == "cpu"
         timing = Timing(seconds, max(data_seconds), max(waits) if on_cpu else None, int(max(peaks)), any(savings))

@@ -15,12 +15,12 @@ from osdp.errors import OsdpError, UsageError
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.runtime import here
-from osdp.training.baddays import StopWish, Watchdog, explained
+from osdp.training.batches import Feed, feed_of
 from osdp.training.data import Windows, open_tokens
-from osdp.training.feed import Feed, feed_of
+from osdp.training.drift import Pace
+from osdp.training.failures import StopRequest, Watchdog, explained
+from osdp.training.logging import step_logger
 from osdp.training.loop import Data, Settings, Trainer
-from osdp.training.pace import Pace
-from osdp.training.say import speaker
 from osdp.training.tracing import profiled, write_prediction
 from osdp.training.world import World, started
 
@@ -35,8 +35,8 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Saying:
-    """What is said while training; see `osdp.training.say`."""
+class LogSettings:
+    """What is said while training; see `osdp.training.logging`."""
 
     as_json: bool
     quiet: bool
@@ -49,11 +49,17 @@ PlanOf = Callable[[World, nn.Module], Plan]
 
 
 def train(
-    source: ModelSource, files: Files, settings: Settings, saying: Saying, *, plan_of: PlanOf, timeout_seconds: float
+    source: ModelSource,
+    files: Files,
+    settings: Settings,
+    log_settings: LogSettings,
+    *,
+    plan_of: PlanOf,
+    timeout_seconds: float,
 ) -> int:
     """Trains on all ranks; gives the exit code. `plan_of` is called on all ranks and gives one plan."""
     with started(timeout_seconds=timeout_seconds) as world:
-        run = _Run(source, files, settings, saying, plan_of, timeout_seconds)
+        run = _Run(source, files, settings, log_settings, plan_of, timeout_seconds)
         try:
             return run.on(world)
         except BaseException as error:
@@ -66,11 +72,11 @@ class _Run:
         source: ModelSource,
         files: Files,
         settings: Settings,
-        saying: Saying,
+        log_settings: LogSettings,
         plan_of: PlanOf,
         timeout_seconds: float,
     ) -> None:
-        self.source, self.files, self.settings, self.saying = source, files, settings, saying
+        self.source, self.files, self.settings, self.log_settings = source, files, settings, log_settings
         self.plan_of, self.timeout_seconds = plan_of, timeout_seconds
         self.plan: Plan | None = None
         self.trainer: Trainer | None = None
@@ -80,15 +86,15 @@ class _Run:
         feed = feed_of(self.source, model)
         data = self._data(feed)
         self.settings.keeping.check()
-        settings, saying = self.settings, self.saying
+        settings, log_settings = self.settings, self.log_settings
         with ExitStack() as stack:
-            said = speaker(
+            said = step_logger(
                 leads=world.leads,
-                as_json=saying.as_json,
-                quiet=saying.quiet,
-                every=saying.every,
+                as_json=log_settings.as_json,
+                quiet=log_settings.quiet,
+                every=log_settings.every,
                 steps=settings.steps,
-                tensorboard=saying.tensorboard,
+                tensorboard=log_settings.tensorboard,
             )
             plan = self.plan = self.plan_of(world, model)
             say = stack.enter_context(said)
@@ -97,14 +103,14 @@ class _Run:
             )
             trainer = Trainer(self.source, model, feed, plan, data, settings, world=world, watchdog=watchdog)
             self.trainer = trainer
-            wish = stack.enter_context(StopWish().heard())
-            done = trainer.saves.resumed()
+            wish = stack.enter_context(StopRequest().heard())
+            done = trainer.checkpointing.resumed()
             say.start(plan, done, settings.keeping.folder)
-            if self.source.pretrained is not None and not done and world.leads and not saying.quiet:
+            if self.source.pretrained is not None and not done and world.leads and not log_settings.quiet:
                 print(f"osdp: begins with the stored weights of {self.source.name}", file=sys.stderr, flush=True)
             steps, pace = [], Pace(plan)
             trained = trainer.steps(done, wish)
-            tracing = saying.trace if world.leads else None
+            tracing = log_settings.trace if world.leads else None
             if tracing is not None:
                 trained = profiled(trained, tracing, steps=settings.steps - done, device=world.device)
             for step in trained:
@@ -117,7 +123,8 @@ class _Run:
                 write_prediction(plan, self.source, tracing)
         if wish.signal and world.leads:
             print(
-                f"osdp: interrupted after step {steps[-1].number if steps else done}; {trainer.saves.resumes()}",
+                f"osdp: interrupted after step {steps[-1].number if steps else done};"
+                f" {trainer.checkpointing.resumes()}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -131,7 +138,7 @@ class _Run:
         return Data.of(windows, seed=settings.seed, validation=settings.validation)
 
     def _hung(self, what: str, world: World) -> str:
-        resumes = self.trainer.saves.resumes() if self.trainer else ""
+        resumes = self.trainer.checkpointing.resumes() if self.trainer else ""
         return (
             f"rank {world.rank} waited {self.timeout_seconds:g} s in {what}: another rank hangs or is gone, or "
             f"--timeout is too short; {resumes}"
@@ -141,8 +148,8 @@ class _Run:
         """What to raise on this rank: of all that fail with one cause, the first speaks."""
         during = self.trainer.now if self.trainer else "the start"
         if self.trainer:
-            self.trainer.saves.settle_after_failure()
-        resumes = self.trainer.saves.resumes() if self.trainer else "nothing is trained yet"
+            self.trainer.checkpointing.settle_after_failure()
+        resumes = self.trainer.checkpointing.resumes() if self.trainer else "nothing is trained yet"
         known = error if isinstance(error, (OsdpError, OSError)) else None
         known = known or explained(error, during=during, plan=self.plan, resumes=resumes)
         if type(error) is OsdpError and resumes not in str(error):  # of a save, which cannot know it

@@ -17,7 +17,7 @@ import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cluster.link import slower
-from osdp.profiling.fit import least_squares
+from osdp.profiling.line_fit import least_squares
 
 _STEP_SIGMA = 0.03  # how far a measured step may lie off by chance, as a part of it
 _FACTOR_SIGMA = 0.5  # how far a profile's figure may
@@ -64,8 +64,8 @@ def corrected(cluster: Cluster, factors: Factors) -> Cluster:
         node_link=slower(cluster.node_link, factors.communication),
         network=slower(cluster.network, factors.communication),
         measured=tuple(slower(each, factors.communication) for each in cluster.measured),
-        visit_seconds=cluster.visit_seconds * factors.host,
-        exchange_seconds=cluster.exchange_seconds * factors.host,
+        unit_overhead_seconds=cluster.unit_overhead_seconds * factors.host,
+        collective_overhead_seconds=cluster.collective_overhead_seconds * factors.host,
         tensor_seconds=cluster.tensor_seconds * factors.host,
         copy_byte_seconds=cluster.copy_byte_seconds * factors.host,
         optimizers=tuple(

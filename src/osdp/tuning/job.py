@@ -16,7 +16,7 @@ from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import Rounds
 from osdp.profiling.stages import StageRounds
 from osdp.sharding import MODES
-from osdp.training.errand import Errand
+from osdp.training.rank_job import RankJob
 from osdp.training.run import this_cluster
 from osdp.training.world import World, started
 from osdp.tuning.run import Tuned, Tuner, Wanted
@@ -54,13 +54,13 @@ def tune(job: Job, source: ModelSource) -> tuple[Tuned, bool]:
 
 def tune_in(world: World, job: Job, source: ModelSource) -> Tuned:
     """The same in a world that runs already."""
-    with Errand(world, timeout_seconds=job.timeout_seconds, quiet=job.quiet).under_way() as errand:
-        return _Run(job, source, errand).tuned()
+    with RankJob(world, timeout_seconds=job.timeout_seconds, quiet=job.quiet).under_way() as rank_job:
+        return _Run(job, source, rank_job).tuned()
 
 
 class _Run:
-    def __init__(self, job: Job, source: ModelSource, errand: Errand) -> None:
-        self.job, self.source, self.errand, self.world = job, source, errand, errand.world
+    def __init__(self, job: Job, source: ModelSource, rank_job: RankJob) -> None:
+        self.job, self.source, self.rank_job, self.world = job, source, rank_job, rank_job.world
 
     def tuned(self) -> Tuned:
         job, world = self.job, self.world
@@ -75,17 +75,17 @@ class _Run:
             cluster = replace(cluster, memory_bytes=job.memory_bytes)
         precision = job.precision or ("fp32" if world.device.type == "cpu" else "bf16")
         training = Training.of(precision, job.optimizer, job.reduce_dtype)
-        self.errand.say("tracing the model")
+        self.rank_job.say("tracing the model")
         graph = self.source.capture(training.precision.compute_dtype, device=cluster.device, name=job.name)
         rules = Rules(modes=job.modes or MODES, split=job.split, recompute=job.recompute, pins=dict(job.pins) or None)
         wanted = Wanted(training, rules, job.batch, job.global_batch, job.candidates, job.steps)
-        return Tuner(self.source, graph, self._timed(cluster, graph), wanted, world).tuned(self.errand.say)
+        return Tuner(self.source, graph, self._timed(cluster, graph), wanted, world).tuned(self.rank_job.say)
 
     def _timed(self, cluster: Cluster, graph: ModelGraph) -> Cluster:
         """The cluster with the model's stages timed, where its profile has none of them."""
         if any(cluster.timed_stage(stage.plain.signature) for stage in graph.stages):
             return cluster
-        bench = Bench(self.errand, budget_seconds=STAGE_SECONDS, shares={"stages": 1.0})
+        bench = Bench(self.rank_job, budget_seconds=STAGE_SECONDS, shares={"stages": 1.0})
         bench.begin("stages", "timing the model's blocks")
         stages = StageRounds(bench, self.source, graph, memory_bytes=cluster.limit_bytes)
         Rounds(bench, [stages]).take_all()

@@ -17,7 +17,7 @@ from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.profiling.trial import Trial, try_plan
-from osdp.runtime.agree import by_rank_0
+from osdp.runtime.consistency import by_rank_0
 from osdp.training.world import World
 from osdp.tuning.calibrate import Factors, MeasuredStep, calibrate, corrected
 

@@ -143,7 +143,7 @@
     Object.assign(box, { geometry: { s, svg, bottom: 134 } });
     const stalls = w.spans.filter((e) => e[1] === "stall").reduce((a, e) => a + e[4] - e[3], 0);
     const sent = w.spans.filter((e) => e[0] === 1).reduce((a, e) => a + e[4] - e[3], 0);
-    $("streams-summary").textContent = `Communication takes ${seconds(sent)} of ${seconds(w.end)}; computation waits ${seconds(stalls)} for it (${((100 * stalls) / w.end).toFixed(1)} %).${w.stretch > 1.001 ? ` Compute and communication slow each other down here: durations are stretched by ${w.stretch.toFixed(2)} to the stated step.` : ""}`;
+    $("streams-summary").textContent = `Communication takes ${seconds(sent)} of ${seconds(w.end)}; computation waits ${seconds(stalls)} for it (${((100 * stalls) / w.end).toFixed(1)} %).${w.slowdown > 1.001 ? ` Compute and communication slow each other down here: durations are stretched by ${w.slowdown.toFixed(2)} to the stated step.` : ""}`;
     const kinds = [...new Set(w.spans.map((e) => e[1]))];
     legend("streams-legend", Object.keys(NAMES).filter((k) => kinds.includes(k)).map((k) => ({ name: NAMES[k], color: COLORS[k] })));
     readStreams(false);

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from osdp.errors import OsdpError, UsageError
-from osdp.training.baddays import Watchdog, explained
+from osdp.training.failures import Watchdog, explained
 from osdp.training.world import World
 
 _NOTHING = "nothing is written"
 
 
-class Errand:
+class RankJob:
     """What it does now is said on stderr and watched: a rank that hangs or fails ends all, and one of them says why."""
 
     def __init__(self, world: World, *, timeout_seconds: float, quiet: bool) -> None:
@@ -32,7 +32,7 @@ class Errand:
         self._watchdog.watch(what)
 
     @contextmanager
-    def under_way(self) -> Iterator[Errand]:
+    def under_way(self) -> Iterator[RankJob]:
         self.watch(self.now)
         try:
             with self._watchdog:

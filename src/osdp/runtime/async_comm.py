@@ -1,6 +1,6 @@
 """Carries out collectives beside the computation, where the backend has no streams for it (gloo).
 
-[Note: Courier]
+[Note: CommThreads]
 Two threads take the collectives of a step in turns, each in the order in which they were given; all ranks give them in
 the same order, so they meet. While one collective waits for a neighbour that is late, the other uses the link. Each
 thread has process groups of its own: what the other, or the user, sends meanwhile cannot mix with it. Buffers are made
@@ -29,15 +29,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.errors import OsdpError
+from osdp.runtime.collective_recorder import take_turn
 from osdp.runtime.local import local_tensor
-from osdp.runtime.record import take_turn
 
 CLOSING_SECONDS = 5.0  # for collectives under way; a peer that is gone ends them sooner
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups that only the courier uses: all ranks, those of this node, those at this place in every node."""
+    """Process groups of the communication threads: all ranks, those of this node, those at this place in every node."""
 
     world: dist.ProcessGroup
     node: dist.ProcessGroup
@@ -56,7 +56,7 @@ class Groups:
 Job = Callable[[Groups], None]
 
 
-class Delivery(dist.Work):
+class CommWork(dist.Work):
     """One collective under way, the `number`th; FSDP2 waits for it as for any other work."""
 
     def __init__(self, number: int, job: Job, held: tuple[Tensor, ...]) -> None:
@@ -85,8 +85,8 @@ class Delivery(dist.Work):
         return True
 
 
-class Courier:
-    """The threads of [Note: Courier], one for each of `lanes`; `inline` runs every job where it is given instead.
+class CommThreads:
+    """The threads of [Note: CommThreads], one for each of `lanes`; `inline` runs every job where it is given instead.
 
     Threads start with the first job and end when no model uses them any more, or with the process group or the process:
     see [Note: Ends].
@@ -95,7 +95,7 @@ class Courier:
     def __init__(self, lanes: Sequence[Groups], *, inline: bool = False) -> None:
         self.groups = lanes[0]  # what they all look like
         self._lanes = () if inline else tuple(lanes)
-        self._queues: list[queue.SimpleQueue[Delivery | None]] = [queue.SimpleQueue() for _ in self._lanes]
+        self._queues: list[queue.SimpleQueue[CommWork | None]] = [queue.SimpleQueue() for _ in self._lanes]
         self._is_running = False
         self._given = self._users = 0
         self._is_closed = False
@@ -105,11 +105,11 @@ class Courier:
         self._users += 1
         weakref.finalize(user, self._left)
 
-    def send(self, job: Job, *held: Tensor) -> Delivery:
+    def send(self, job: Job, *held: Tensor) -> CommWork:
         """Gives a job; the tensors of `held` live until it was waited for."""
         if self._is_closed:
             raise OsdpError("the process group was destroyed, and the model cannot run without it; destroy it last")
-        delivery = Delivery(self._given, job, held)
+        delivery = CommWork(self._given, job, held)
         if self._queues:
             self._queues[self._given % len(self._queues)].put(delivery)
             if not self._is_running:  # asked after the job is given: what ends them meanwhile is behind it
@@ -133,7 +133,7 @@ class Courier:
         self._is_running = True
         _started[:] = [(jobs, thread) for jobs, thread in _started if thread.is_alive()]
         for jobs, groups in zip(self._queues, self._lanes, strict=True):
-            thread = threading.Thread(target=self._run, args=(jobs, groups), name="osdp-courier", daemon=True)
+            thread = threading.Thread(target=self._run, args=(jobs, groups), name="osdp-comm", daemon=True)
             thread.start()
             _started.append((jobs, thread))
 
@@ -144,13 +144,13 @@ class Courier:
 
     @staticmethod
     @torch.no_grad()
-    def _run(jobs: queue.SimpleQueue[Delivery | None], groups: Groups) -> None:
+    def _run(jobs: queue.SimpleQueue[CommWork | None], groups: Groups) -> None:
         while (delivery := jobs.get()) is not None:
             delivery.run(groups)
             del delivery  # else it lives until the next one comes
 
 
-_started: list[tuple[queue.SimpleQueue[Delivery | None], threading.Thread]] = []  # threads that may still be there
+_started: list[tuple[queue.SimpleQueue[CommWork | None], threading.Thread]] = []  # threads that may still be there
 
 
 @atexit.register
@@ -165,7 +165,7 @@ def _end_all() -> None:
 
 @dataclass
 class _Reduction:
-    delivery: Delivery
+    delivery: CommWork
     parameters: set[nn.Parameter]
     earlier: list[tuple[nn.Parameter, Tensor]]  # gradients of micro-batches before, to which this one is added
 
@@ -173,10 +173,10 @@ class _Reduction:
 class Reductions:
     """The reduction under way: the one before it is finished once it has begun, and all are when backward is."""
 
-    def __init__(self, courier: Courier) -> None:
-        self._courier = courier
+    def __init__(self, comm_threads: CommThreads) -> None:
+        self._courier = comm_threads
         self._under_way: _Reduction | None = None
-        courier.used_by(self)
+        comm_threads.used_by(self)
 
     def start(self, job: Job, parameters: Sequence[nn.Parameter], *held: Tensor, wait: bool) -> None:
         """Begins a reduction of the parameters' gradients; with `wait`, ends it too."""

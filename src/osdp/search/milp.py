@@ -19,8 +19,8 @@ import numpy as np
 
 from osdp.search.clock_rows import Which
 from osdp.search.highs import INFINITY, Answer, Program
-from osdp.search.kind import MIB, Chosen, Column, ExactRow, Kind, Terms
 from osdp.search.problem import SECONDS, FloatArray, Problem, StageChoice, StageTable
+from osdp.search.stage_columns import MIB, Chosen, Column, ExactRow, StageColumns, Terms
 from osdp.search.streams import COMPUTE, WIRE
 
 _Part = tuple[Sequence[int], Sequence[float]]  # of a row: columns, and their values
@@ -58,7 +58,7 @@ class _Clocks:
     pace: int | None
 
 
-class Kinds:
+class ColumnsOfStages:
     """The kinds of stages of one problem: made once, for all programs over it.
 
     `coarse` ones are for bounds: they have fewer columns. Without `timed` a program only asks whether anything fits.
@@ -68,12 +68,12 @@ class Kinds:
         self.timed = timed
         self.scale = scale
         latest = _STAGES_LATE * max(map(_most_seconds, {id(s.shapes): s for s in problem.stages}.values())) * scale
-        found: dict[int, Kind] = {}
-        self.of_stage: list[Kind] = []
+        found: dict[int, StageColumns] = {}
+        self.of_stage: list[StageColumns] = []
         for table in problem.stages:
             key = id(table.shapes)
             if key not in found:
-                found[key] = Kind(table, problem, scale, latest, coarse=coarse, timed=timed)
+                found[key] = StageColumns(table, problem, scale, latest, coarse=coarse, timed=timed)
             self.of_stage.append(found[key])
 
 
@@ -104,7 +104,7 @@ class Model:
         problem: Problem,
         groups: Sequence[Group],
         *,
-        kinds: Kinds,
+        kinds: ColumnsOfStages,
         asked: Collection[int] | None = None,
         minimise_peak: bool = False,
     ) -> None:
@@ -138,7 +138,7 @@ class Model:
         clocks = _Clocks({COMPUTE: None, WIRE: None}, None)
         order = range(len(self.groups))
         for backward in (False, True):
-            previous: Kind | None = None
+            previous: StageColumns | None = None
             for position in reversed(order) if backward else order:
                 if previous is not None and previous is not self.kinds[position]:
                     self._leave_run(clocks, previous, (backward, last))
@@ -179,7 +179,7 @@ class Model:
             self._after(behind.pace, given, self._placed(start, pace.terms))
         return behind
 
-    def _leave_run(self, clocks: _Clocks, kind: Kind, which: Which) -> None:
+    def _leave_run(self, clocks: _Clocks, kind: StageColumns, which: Which) -> None:
         """The computation behind a run of alike stages comes after their pace."""
         pace = kind.clocks.paces[which] if kind.clocks is not None else None
         if pace is not None and clocks.pace is not None and clocks.columns.get(COMPUTE) is not None:
@@ -303,16 +303,16 @@ class Model:
             wanted = [(ahead, "ahead_again" if backward else "ahead"), (ahead, "cast_again" if backward else "cast")]
             wanted += [(position + 1, "reducing")] if backward else []
             for row in kind.exact(backward):
-                parts = [*base, (own, row.values), *self._guests(kind, row, backward)]
+                parts = [*base, (own, row.values), *self._cross_stage_units(kind, row, backward)]
                 for number, (neighbour, name) in enumerate(wanted):
                     if row.flags[number]:
                         parts += self._neighbour(position, row, number, neighbour, name)
                 self._within_limit(parts)
 
-    def _guests(self, kind: Kind, row: ExactRow, backward: bool) -> list[_Part]:
+    def _cross_stage_units(self, kind: StageColumns, row: ExactRow, backward: bool) -> list[_Part]:
         parts: list[_Part] = []
         for shape, picked in zip(kind.table.shapes, row.picked, strict=True):
-            for guest in shape.guests if picked is not None else ():
+            for guest in shape.cross_stage_units if picked is not None else ():
                 home = next(p for p, g in enumerate(self.groups) if g.first <= guest.stage < g.stop)
                 start = int(self.starts[home])
                 tables = guest.backward if backward else guest.forward
@@ -398,7 +398,7 @@ class Model:
             choices.append(StageChoice(shape, tuple(_leaning(options, shares) for options in kind.units[shape])))
         return tuple(choices)
 
-    def _read_group(self, kind: Kind, values: list[int]) -> list[StageChoice]:
+    def _read_group(self, kind: StageColumns, values: list[int]) -> list[StageChoice]:
         choices: list[StageChoice] = []
         for shape_index, columns in enumerate(kind.shapes):
             stages = sum(values[column] for column in columns)

@@ -2,7 +2,7 @@
 
 [Note: CollectiveRecord]
 Where FSDP2 communicates itself, its collectives pass torch's dispatcher: a dispatch mode sees them and asks `seen`.
-Where the runtime carries them, one may be several sends between ranks in the courier's thread: there the leaves of
+On the asynchronous engine one may be several sends between ranks in a communication thread: there the leaves of
 osdp.runtime.collectives say what they do, with `issue`. Both name a group by its ranks. What two threads carry at once
 is put into the order in which it was given: each takes its turn.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from osdp.cost.schedule import CollectiveRecord, group_name
-from osdp.cost.seconds import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 # The kind of an operation of c10d, and which arguments are the tensor of the full, unsharded size, and the group.
 _OPERATIONS = {
@@ -29,7 +29,7 @@ _OPERATIONS = {
 
 
 class Recording:
-    """The collectives of a stretch of time, on nodes of `devices_per_node` ranks. Groups of one rank send nothing."""
+    """The collectives of a segment of time, on nodes of `devices_per_node` ranks. Groups of one rank send nothing."""
 
     def __init__(self, devices_per_node: int) -> None:
         self._issued: list[tuple[int, CollectiveRecord]] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
-from osdp.cost.holds import PARTS, SAVED, TEMPORARIES
+from osdp.cost.lifetimes import PARTS, SAVED, TEMPORARIES
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import OPTIMIZERS, PRECISIONS, Training

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from osdp.model.assemble import GrowingTrace
 from osdp.model.graph import ZERO, Affine, IntArray
+from osdp.model.stages import GrowingTrace
 from osdp.model.trace import RawTrace
 
 

@@ -54,7 +54,7 @@ Column = int | tuple[int, int, int, bool]  # of the kind; or of another stage's 
 Terms = dict[Column, float]
 
 
-class Kind:
+class StageColumns:
     """The columns of a stage, their costs, and the rows between them; for a group, bounds times its size."""
 
     def __init__(
@@ -267,7 +267,9 @@ class Kind:
                         (False,) * 3 if row is None else mine[row] for mine, row in zip(flags, picked, strict=True)
                     )
                     found.append(ExactRow(wanted, values.tolist(), picked, sees))
-            self._exact[backward] = found if any(shape.guests for shape in self.table.shapes) else _highest_of(found)
+            self._exact[backward] = (
+                found if any(shape.cross_stage_units for shape in self.table.shapes) else _highest_of(found)
+            )
         return self._exact[backward]
 
     def _part(self, number: int, backward: bool) -> FloatArray:

@@ -1,9 +1,9 @@
 """The bytes that a unit holds, and from where to where: one list for each option, following FSDP2.
 
 [Note: Slot]
-The plan acts at marks (see [Note: Trace]). Each mark opens a stretch, and a stretch has three slots: first what is
+The plan acts at marks (see [Note: Trace]). Each mark opens a segment, and a segment has three slots: first what is
 gathered is copied out, or gradients are copied in for their reduction; then the next gather is issued, or the
-reduction's result exists; then the stretch itself computes. Where collectives are carried, forward issues first and
+reduction's result exists; then the segment itself computes. Where collectives are carried, forward issues first and
 copies out then. A position is (visit, slot): a step visits the stages
 forward, then backward, then the optimizer. A hold is alive from `start` up to, not including, `end`.
 
@@ -61,7 +61,7 @@ TEMPORARIES = "temporaries"
 CONSTANTS = "buffers and inputs"
 PARTS = (PARAMETERS, GRADIENTS, STATES, GATHERED, BUFFERS, SAVED, TEMPORARIES, CONSTANTS)
 
-COPY, ISSUE, RUN = 0, 1, 2  # the three slots of a stretch; see [Note: Slot]
+COPY, ISSUE, RUN = 0, 1, 2  # the three slots of a segment; see [Note: Slot]
 
 
 class Position(NamedTuple):
@@ -76,7 +76,7 @@ START = Position(-1, 0)
 END = Position(1 << 40, 0)
 
 
-class Hold(NamedTuple):
+class Allocation(NamedTuple):
     part: str
     nbytes: int
     start: Position
@@ -128,50 +128,56 @@ class Growth(NamedTuple):
     end: Position
 
 
-def unit_holds(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def unit_allocations(
+    unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster
+) -> list[Allocation]:
     """All that a unit's option holds in a step; affine in `option.sharded` from 1 on."""
-    holds: list[Hold] = []
+    allocations: list[Allocation] = []
     for mode, count in option.held:
         sizes = unit.sizes(mode, cluster, option.slices)
-        holds += _held(mode, count, sizes, option, places, training, cluster)
+        allocations += _held(mode, count, sizes, option, places, training, cluster)
     if places.enter is None or places.leave is None:
-        return holds  # never used: it is held, and that is all
+        return allocations  # never used: it is held, and that is all
     # Slices take turns: one is in use at a time, priced in the mode that needs most.
     mode = option.mode
     sizes = unit.sizes(mode, cluster, option.slices)
-    holds += _forward(option, sizes, places, training, cluster)
-    holds += _backward(option, sizes, places, training, cluster)
+    allocations += _forward(option, sizes, places, training, cluster)
+    allocations += _backward(option, sizes, places, training, cluster)
     if unit.trained and places.leave_again is not None:
-        holds += _reduction(option, sizes, places, training, cluster)
+        allocations += _reduction(option, sizes, places, training, cluster)
     if places.late:
         assert places.leave_again is not None
-        lasting = (places.leave_again <= hold.end < places.finish for hold in holds)
-        holds = [h._replace(end=places.finish) if lasts else h for h, lasts in zip(holds, lasting, strict=True)]
-    return holds
+        lasting = (places.leave_again <= hold.end < places.finish for hold in allocations)
+        allocations = [
+            h._replace(end=places.finish) if lasts else h for h, lasts in zip(allocations, lasting, strict=True)
+        ]
+    return allocations
 
 
 def _held(
     mode: ShardingMode, count: int, sizes: Sizes, option: Option, places: Places, training: Training, cluster: Cluster
-) -> list[Hold]:
+) -> list[Allocation]:
     """Parameters, states and, once reduced, gradients of `count` slices; and their copies between the passes."""
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
     optimizer, used = training.optimizer, _used(sizes, places)
     states = optimizer.states * sum(used) * master + optimizer.counters * len(used)
-    holds = [Hold(PARAMETERS, count * sizes.held * master, START, END)]
+    allocations = [Allocation(PARAMETERS, count * sizes.held * master, START, END)]
     if places.leave_again is not None:
-        holds.append(Hold(STATES, count * states, START, END))
-        holds += _gradients(count, sizes, option, places, places.leave_again, training)
+        allocations.append(Allocation(STATES, count * states, START, END))
+        allocations += _gradients(count, sizes, option, places, places.leave_again, training)
     again = places.enter_again or places.leave_again
     if places.leave is None or again is None:
-        return holds
+        return allocations
     if mode.is_kept:
         # Kept slices gather up while the operator runs; between the passes they are the whole unit.
         begin, finish = (places.leave, again) if option.slices == 1 else (places.enter, places.leave_again)
-        holds.append(Hold(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish or again))
+        allocations.append(
+            Allocation(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish or again)
+        )
     elif mode.is_sharded_anew:
         shard = -(-sizes.gathered // cluster.devices_per_node) * compute
-        holds.append(Hold(GATHERED, count * shard, places.leave.next(), again.next()))
-    return holds
+        allocations.append(Allocation(GATHERED, count * shard, places.leave.next(), again.next()))
+    return allocations
 
 
 def _used(sizes: Sizes, places: Places) -> list[int]:
@@ -182,22 +188,22 @@ def _used(sizes: Sizes, places: Places) -> list[int]:
 
 def _gradients(
     count: int, sizes: Sizes, option: Option, places: Places, leave: Position, training: Training
-) -> list[Hold]:
+) -> list[Allocation]:
     """Gradients once they are reduced; and those that wait for the last micro-batch to be reduced together."""
     gradient = count * sizes.trained * training.precision.master_bytes
     if places.is_unused:
-        return [Hold(GRADIENTS, gradient, leave.next(), places.finish)]
+        return [Allocation(GRADIENTS, gradient, leave.next(), places.finish)]
     if training.accumulation == 1:
         sliced = places.first_gradient if option.slices > 1 else None  # reduced one by one, inside the operator
-        return [Hold(GRADIENTS, gradient, sliced or leave.next(), END)]
+        return [Allocation(GRADIENTS, gradient, sliced or leave.next(), END)]
     if not option.reduce_once:  # from the second micro-batch on they are always there
-        return [Hold(GRADIENTS, gradient, START, END)]
+        return [Allocation(GRADIENTS, gradient, START, END)]
     # Earlier micro-batches hold the unreduced ones to their end, the last one its own part once it is reduced.
     unreduced = count * sum(numel for _, numel in sizes.gradients) * training.reduce_bytes
     return [
-        Hold(GRADIENTS, unreduced, START, places.finish),
-        Hold(GRADIENTS, max(0, gradient - unreduced), leave.next(), places.finish),
-        Hold(GRADIENTS, gradient, places.finish, END),
+        Allocation(GRADIENTS, unreduced, START, places.finish),
+        Allocation(GRADIENTS, max(0, gradient - unreduced), leave.next(), places.finish),
+        Allocation(GRADIENTS, gradient, places.finish, END),
     ]
 
 
@@ -214,7 +220,7 @@ def forward_issue(places: Places, cluster: Cluster) -> Position | None:
     return Position(issue.visit, issue.slot - ISSUE + COPY)
 
 
-def _forward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def _forward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Allocation]:
     mode, slices = option.mode, option.slices
     assert places.enter is not None and places.leave is not None
     if _computes_in_place(mode, training):
@@ -224,13 +230,13 @@ def _forward(option: Option, sizes: Sizes, places: Places, training: Training, c
     # the next one's gather is issued before its own is copied out
     issues_first = cluster.engine.gathers_before_waiting and places.issue is not None
     entered = places.enter.next() if issues_first else places.enter
-    holds = [Hold(GATHERED, copy, entered, places.leave)]
+    allocations = [Allocation(GATHERED, copy, entered, places.leave)]
     if mode.is_sharded_anew and slices == 1:  # its own part is cloned before the copy is freed
         extra = sizes.clone_extra(cluster.devices_per_node) * compute
-        holds.append(Hold(GATHERED, copy + extra, places.leave, places.leave.next()))
+        allocations.append(Allocation(GATHERED, copy + extra, places.leave, places.leave.next()))
     column = _column_bytes(option, sizes, training, cluster)
     issue = forward_issue(places, cluster)
-    return holds + _gather(mode, slices, sizes, sizes.held, column, issue, entered, places.leave, training)
+    return allocations + _gather(mode, slices, sizes, sizes.held, column, issue, entered, places.leave, training)
 
 
 def _column_bytes(option: Option, sizes: Sizes, training: Training, cluster: Cluster) -> int:
@@ -249,25 +255,27 @@ def _gather(
     enter: Position,
     leave: Position,
     training: Training,
-) -> list[Hold]:
+) -> list[Allocation]:
     """The buffers of one gather: its output, and the cast of what this rank sends; see [Note: Prefetch]."""
     compute = training.precision.compute_bytes
     if not mode.is_sharded:  # nothing is sent; a cast is made parameter by parameter
-        return [Hold(BUFFERS, sizes.cast_extra * compute, enter, enter.next())] if training.precision.casts else []
+        return (
+            [Allocation(BUFFERS, sizes.cast_extra * compute, enter, enter.next())] if training.precision.casts else []
+        )
     output = sizes.gathered * compute
-    holds = [Hold(BUFFERS, output, issue or enter, enter.next())]
+    allocations = [Allocation(BUFFERS, output, issue or enter, enter.next())]
     if training.precision.casts and issue is not None:
-        holds.append(Hold(BUFFERS, sent * compute, issue, issue.next()))
+        allocations.append(Allocation(BUFFERS, sent * compute, issue, issue.next()))
     if column_bytes and issue is not None:
-        holds.append(Hold(BUFFERS, column_bytes, issue, enter))
+        allocations.append(Allocation(BUFFERS, column_bytes, issue, enter))
     if slices > 1:  # while a slice computes, the next one is gathered
-        holds.append(Hold(BUFFERS, output, enter.next(), leave))
+        allocations.append(Allocation(BUFFERS, output, enter.next(), leave))
     if sizes.moved:  # put in order through a temporary; see [Note: Shard dimension]
-        holds.append(Hold(GATHERED, sizes.moved * compute, enter, enter.next() if slices == 1 else leave))
-    return holds
+        allocations.append(Allocation(GATHERED, sizes.moved * compute, enter, enter.next() if slices == 1 else leave))
+    return allocations
 
 
-def _backward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def _backward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Allocation]:
     mode, slices = option.mode, option.slices
     compute = training.precision.compute_bytes
     if places.leave_again is None or _computes_in_place(mode, training):
@@ -275,10 +283,10 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     copy = sizes.gathered * compute
     if places.enter_again is None:
         return _gathered_in_vain(mode, sizes, places, training, cluster)
-    holds = [Hold(GATHERED, copy, places.enter_again, places.leave_again)]
+    allocations = [Allocation(GATHERED, copy, places.enter_again, places.leave_again)]
     if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
         beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)
-        holds.append(Hold(GATHERED, beyond_input, places.leave_again, places.leave_again.next()))
+        allocations.append(Allocation(GATHERED, beyond_input, places.leave_again, places.leave_again.next()))
     if not mode.is_kept:
         in_node = mode.is_sharded_anew
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
@@ -287,20 +295,22 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
         if slices == 2 and training.reduce_bytes >= compute:
             # of two, the one that computes beside the other's reduction has no slice after it
             ahead = places.first_gradient or ahead
-        holds += _gather(mode, slices, sizes, sent, column, places.issue_again, places.enter_again, ahead, training)
-    return holds
+        allocations += _gather(
+            mode, slices, sizes, sent, column, places.issue_again, places.enter_again, ahead, training
+        )
+    return allocations
 
 
 def _gathered_in_vain(
     mode: ShardingMode, sizes: Sizes, places: Places, training: Training, cluster: Cluster
-) -> list[Hold]:
+) -> list[Allocation]:
     """The gather of a unit that backward never reaches, issued by the one before it: FSDP2 frees it in the end."""
     issue, compute = places.issue_again, training.precision.compute_bytes
     if issue is None or not mode.is_gathered_again:
         return []
     sent = sizes.gathered // cluster.devices_per_node if mode.is_sharded_anew else sizes.held
-    cast = [Hold(BUFFERS, sent * compute, issue, issue.next())] if training.precision.casts else []
-    return [Hold(BUFFERS, sizes.gathered * compute, issue, places.finish), *cast]
+    cast = [Allocation(BUFFERS, sent * compute, issue, issue.next())] if training.precision.casts else []
+    return [Allocation(BUFFERS, sizes.gathered * compute, issue, places.finish), *cast]
 
 
 def _lasts(training: Training, cluster: Cluster) -> bool:
@@ -315,7 +325,7 @@ def reduction_end(places: Places, training: Training, cluster: Cluster) -> Posit
     return min(places.reduced.next().next(), places.finish) if _lasts(training, cluster) else places.reduced
 
 
-def _reduction(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Hold]:
+def _reduction(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Allocation]:
     """The unit's own gradients until they are copied, then the reduction's buffers; see [Note: Reduction]."""
     assert places.leave_again is not None
     mode, leave = option.mode, places.leave_again
@@ -323,7 +333,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     entry, copied = leave, leave.next()
     if option.slices > 1 and places.first_gradient:  # slices are reduced one by one, before the operator is left
         entry, copied = places.first_gradient, leave
-    holds = _own_gradients(option, sizes, places, entry, copied, training)
+    allocations = _own_gradients(option, sizes, places, entry, copied, training)
     under_way = _lasts(training, cluster)
     ended = freed = reduction_end(places, training, cluster)
     begin = leave.next() if option.slices == 1 else entry
@@ -331,29 +341,29 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     if own_reduction and not mode.is_sharded and option.slices == 1:  # its input is freed once it is copied
         freed = begin
         beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
-        holds.append(Hold(BUFFERS, max(0, sizes.reduced * reduce - beside), freed, freed.next()))
+        allocations.append(Allocation(BUFFERS, max(0, sizes.reduced * reduce - beside), freed, freed.next()))
         begin = begin.next()  # only then room is made for what arrives
-    holds.append(Hold(BUFFERS, sizes.reduced * reduce, entry, freed))
+    allocations.append(Allocation(BUFFERS, sizes.reduced * reduce, entry, freed))
     if cluster.device.is_cpu:
-        holds.append(Hold(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
+        allocations.append(Allocation(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce
     if own_reduction:
         room = _room(option, sizes, cluster)
         if under_way:
-            holds.append(Hold(BUFFERS, room * reduce, begin, ended))
+            allocations.append(Allocation(BUFFERS, room * reduce, begin, ended))
         elif mode.is_sharded:  # it is free again when the result is cast; a replica's is less than its input was
-            holds.append(Hold(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
+            allocations.append(Allocation(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
     # FSDP2's own all-reduce holds its buffer through backward
     lasting = (not mode.is_sharded or mode.is_reduced_across) and not own_reduction
     if reduce != master:
-        holds.append(Hold(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
+        allocations.append(Allocation(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
         added = ended if under_way else leave.next().next()
         makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
         if makes_zeros or (lasting and reduce == master and not option.reduce_once):
             added = places.finish
-        holds.append(Hold(BUFFERS, sizes.trained * master, leave.next(), added))
-    return holds
+        allocations.append(Allocation(BUFFERS, sizes.trained * master, leave.next(), added))
+    return allocations
 
 
 def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:
@@ -365,7 +375,7 @@ def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:
 
 def _own_gradients(
     option: Option, sizes: Sizes, places: Places, entry: Position, copied: Position, training: Training
-) -> list[Hold]:
+) -> list[Allocation]:
     """A unit's gradients, each from its kernel on until all are copied in, from `entry` to `copied`."""
     compute, numels = training.precision.compute_bytes, dict(sizes.gradients)
     held_longer: list[str] = []
@@ -373,13 +383,13 @@ def _own_gradients(
         # FSDP2's loop variables still name the last one, and the last of those that it has put in order
         held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one]
     made = dict(places.gradients)
-    holds = [
-        Hold(GRADIENTS, numel * compute, made.get(name, entry), copied.next() if name in held_longer else copied)
+    allocations = [
+        Allocation(GRADIENTS, numel * compute, made.get(name, entry), copied.next() if name in held_longer else copied)
         for name, numel in numels.items()
     ]
     if sizes.moved_gradients:  # the last one beside its copy; those before it have given way to theirs
-        holds.append(Hold(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, copied))
-    return holds
+        allocations.append(Allocation(GRADIENTS, sizes.moved_gradients[-1][1] * compute, entry, copied))
+    return allocations
 
 
 def _copied_in_bytes(sizes: Sizes, option: Option, training: Training) -> int:

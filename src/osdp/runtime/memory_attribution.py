@@ -9,7 +9,7 @@ such. The rest are activations and temporaries of kernels, which only their use 
 [Note: Kernels' copies]
 A kernel of torch that is made of others allocates inside, which fake tensors do not show. Of those in a step it matters
 in three: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
-osdp.cost.holds), and attention, and products in 16 bits, take working space (see [Note: Workspaces] in
+osdp.cost.lifetimes), and attention, and products in 16 bits, take working space (see [Note: Workspaces] in
 osdp.model.kernels). The recorder makes the same copies, and adds that space, where it sees such a kernel.
 """
 
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from osdp._torch import tree_leaves
-from osdp.cost.holds import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
+from osdp.cost.lifetimes import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
 from osdp.model.kernels import WORKSPACE_BYTES, attention_workspace, product_workspace
 from osdp.model.trace import Recorder
-from osdp.runtime.record import Recording
+from osdp.runtime.collective_recorder import Recording
 
 ACTIVATIONS = f"{SAVED} and {TEMPORARIES}"
 
@@ -42,7 +42,7 @@ _CAST = "all_gather_inputs"  # of FSDP2's parameter: what is cast to be sent is 
 _FRAMES = 12  # from the allocation up to FSDP2 there are fewer
 
 
-class PartRecorder(Recorder):
+class MemoryAttributionRecorder(Recorder):
     """Follows every storage from its allocation to its end.
 
     `issued` records the collectives that it sees; None where they are carried, on processors.

@@ -28,7 +28,7 @@ _WHOLE = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Keeping:
+class CheckpointSettings:
     """Where checkpoints are, and how they are saved; without a folder there are none."""
 
     folder: Path | None = None
@@ -62,12 +62,12 @@ class Keeping:
         return max((int(match[1]) for match in map(_WHOLE.fullmatch, names) if match), default=None)
 
 
-class Saves:
+class Checkpointing:
     """Saves and loads a model and its optimizer; `identity` is what must be equal for a run to be the same run."""
 
     def __init__(
         self,
-        keeping: Keeping,
+        keeping: CheckpointSettings,
         model: nn.Module,
         optimizer: Optimizer,
         *,
@@ -101,7 +101,7 @@ class Saves:
         return self.keeping.every > 0 and step % self.keeping.every == 0
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Saves a step; `last` waits until it is whole, as nothing is trained meanwhile."""
+        """Checkpointing a step; `last` waits until it is whole, as nothing is trained meanwhile."""
         self.settle()
         if self.keeping.folder is None or self._last == step:
             return

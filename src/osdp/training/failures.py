@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 3.0  # torchrun passes on what the terminal has sent already:
 _PLACE = re.compile(r"^\[[^\]]*\] ?")  # where in the library's source
 
 
-class StopWish:
+class StopRequest:
     """SIGINT and SIGTERM: the first asks to stop after the step; one more, some seconds later, ends the process."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StopWish:
         self._since = 0.0
 
     @contextmanager
-    def heard(self) -> Iterator[StopWish]:
+    def heard(self) -> Iterator[StopRequest]:
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield self

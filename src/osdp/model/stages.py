@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from osdp.model.graph import Affine, IntArray, Mark, Stretch, Trace
+from osdp.model.graph import Affine, IntArray, Mark, Segment, Trace
 from osdp.model.inputs import CaptureError
 from osdp.model.kernels import KernelKind
 from osdp.model.trace import RawTrace
@@ -216,8 +216,8 @@ def build_trace(trace: GrowingTrace, cut: Cut) -> Trace:
     return Trace(_stretches(trace, cut.forward), _stretches(trace, cut.backward))
 
 
-def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...]:
-    stretches: list[Stretch] = []
+def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
     start, stop = span
     if start >= stop:
         return ()
@@ -228,8 +228,8 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...
         last_kernel = len(trace.live) if last else trace.mark_kernel[index + 1]
         end = trace.end_live if last else trace.mark_live[index + 1]
         points = np.concatenate([trace.mark_live[index][None], trace.live[first_kernel:last_kernel], end[None]]) - base
-        stretches.append(
-            Stretch(
+        segments.append(
+            Segment(
                 mark=trace.marks[index],
                 peak=upper_lines(points),
                 end=Affine(int(end[0] - base[0]), int(end[1] - base[1])),
@@ -240,7 +240,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Stretch, ...
                 attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
             )
         )
-    return tuple(stretches)
+    return tuple(segments)
 
 
 def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray, *, attention: bool) -> tuple[Affine, ...]:
@@ -254,11 +254,11 @@ def renamed(trace: Trace, rename: tuple[str, str]) -> Trace:
     """The same trace of another stage: a name's prefix is replaced, all numbers are shared."""
     old, new = rename
 
-    def other(stretch: Stretch) -> Stretch:
-        mark = stretch.mark
+    def other(segment: Segment) -> Segment:
+        mark = segment.mark
         if not (mark.name == old or mark.name.startswith(old + ".")):
-            return stretch
-        return replace(stretch, mark=replace(mark, name=new + mark.name[len(old) :]))
+            return segment
+        return replace(segment, mark=replace(mark, name=new + mark.name[len(old) :]))
 
     if old == new:
         return trace

@@ -11,11 +11,11 @@ import numpy as np
 from osdp.cluster import Cluster
 from osdp.cluster.measured import at_least as timed_at_least
 from osdp.cluster.measured import between as timed_at
-from osdp.cost.holds import Places
 from osdp.cost.kernel_time import KernelTime
+from osdp.cost.lifetimes import Places
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit
-from osdp.model.graph import FloatArray, Stretch, Trace
+from osdp.model.graph import FloatArray, Segment, Trace
 from osdp.sharding import ShardingMode
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
@@ -28,14 +28,14 @@ class Compute:
     Segments add up, and none takes longer a sample where there are more of them.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], cluster: Cluster, training: Training) -> None:
+    def __init__(self, segments: Sequence[Segment], cluster: Cluster, training: Training) -> None:
         none = np.zeros((0, 2), dtype=np.int64)
-        self.flops = np.concatenate([none, *(stretch.flops for stretch in stretches)])
-        self.moved = np.concatenate([none, *(stretch.moved for stretch in stretches)])
-        kinds = np.concatenate([np.zeros(0, dtype=np.int64), *(stretch.kinds for stretch in stretches)])
+        self.flops = np.concatenate([none, *(segment.flops for segment in segments)])
+        self.moved = np.concatenate([none, *(segment.moved for segment in segments)])
+        kinds = np.concatenate([np.zeros(0, dtype=np.int64), *(segment.kinds for segment in segments)])
         dtype = training.precision.compute_dtype
         self._kernels = KernelTime(self.flops, self.moved, kinds, cluster, dtype, compiled=training.compiled)
-        self._behind = np.cumsum([0, *(len(segment.flops) for segment in stretches)])  # kernels before each segment
+        self._behind = np.cumsum([0, *(len(segment.flops) for segment in segments)])  # kernels before each segment
         self._known: dict[int, FloatArray] = {}
 
     def _before(self, batch: int) -> FloatArray:
@@ -66,13 +66,13 @@ class TimedCompute(Compute):
 
     def __init__(
         self,
-        stretches: Sequence[Stretch],
+        segments: Sequence[Segment],
         cluster: Cluster,
         training: Training,
         batches: tuple[int, ...],
         seconds: tuple[float, ...],
     ) -> None:
-        super().__init__(stretches, cluster, training)
+        super().__init__(segments, cluster, training)
         self._timed = batches, seconds
 
     def at(self, batch: int) -> float:
@@ -90,12 +90,12 @@ class TimedCompute(Compute):
 
 def compute_time(trace: Trace, cluster: Cluster, training: Training, *, backward: bool) -> Compute:
     """The compute of one pass of a stage: as timed where the cluster's profile has it, else by roofline."""
-    stretches = trace.backward if backward else trace.forward
+    segments = trace.backward if backward else trace.forward
     timed = cluster.timed_stage(trace.signature) if cluster.stages else None
     if timed is None:
-        return Compute(stretches, cluster, training)
+        return Compute(segments, cluster, training)
     seconds = timed.backward_seconds if backward else timed.forward_seconds
-    return TimedCompute(stretches, cluster, training, timed.batches, seconds)
+    return TimedCompute(segments, cluster, training, timed.batches, seconds)
 
 
 def taken_seconds(seconds: float, busy: float) -> float:
@@ -169,10 +169,10 @@ def slice_work(
 
 def _visited(work: list[Collective], cluster: Cluster) -> list[Collective]:
     """The same with the host's own time for a unit's pass, before its first collective."""
-    if not cluster.visit_seconds:
+    if not cluster.unit_overhead_seconds:
         return work
     first, *rest = work or [Collective("copy", None, 0, 0.0, 0, 0.0)]
-    return [first._replace(copy_seconds=first.copy_seconds + cluster.visit_seconds), *rest]
+    return [first._replace(copy_seconds=first.copy_seconds + cluster.unit_overhead_seconds), *rest]
 
 
 def _collective(kind: str, group: str, nbytes: int, copied: int, tensors: int, cluster: Cluster) -> Collective:
@@ -180,7 +180,7 @@ def _collective(kind: str, group: str, nbytes: int, copied: int, tensors: int, c
     launch = cluster.device.kernel_seconds
     seconds = cluster.collective_seconds(kind, group, nbytes)
     beside = cluster.copy_seconds(copied)
-    beside += launch + cluster.exchange_seconds + tensors * cluster.tensor_seconds if tensors else 0.0
+    beside += launch + cluster.collective_overhead_seconds + tensors * cluster.tensor_seconds if tensors else 0.0
     busy = cluster.busy_fraction(kind, group)
     return Collective(kind, group, nbytes, seconds + launch, copied, beside, busy)
 
@@ -201,7 +201,7 @@ def _gather(
 ) -> list[Collective]:
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
     nbytes = sizes.gathered * compute
-    if not mode.is_sharded:  # a local cast, or nothing: see [Note: In place] in osdp.cost.holds
+    if not mode.is_sharded:  # a local cast, or nothing: see [Note: In place] in osdp.cost.lifetimes
         if not training.precision.casts:
             return []
         copied = sizes.gathered * (master + compute)

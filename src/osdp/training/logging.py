@@ -14,8 +14,8 @@ from osdp.cluster import format_bytes
 from osdp.errors import UsageError
 from osdp.planfile import Plan
 from osdp.report.numbers import format_rate, format_seconds, format_share
+from osdp.training.drift import typical_seconds
 from osdp.training.loop import Step
-from osdp.training.pace import typical_seconds
 
 _CURVES = {
     "loss": "train/loss",
@@ -130,7 +130,7 @@ def summary_lines(summary: Summary, plan: Plan) -> list[str]:
     return lines
 
 
-class Speaker:
+class StepLogger:
     """Says what happens, where it is wanted; on other ranks than the first, nothing."""
 
     def __init__(self, *, leads: bool, as_json: bool, every: int, steps: int, bar: Any, curves: Any) -> None:
@@ -174,9 +174,9 @@ class Speaker:
 
 
 @contextmanager
-def speaker(
+def step_logger(
     *, leads: bool, as_json: bool, quiet: bool, every: int, steps: int, tensorboard: Path | None
-) -> Iterator[Speaker]:
+) -> Iterator[StepLogger]:
     with ExitStack() as stack:
         bar = curves = None
         if tensorboard is not None:
@@ -184,7 +184,7 @@ def speaker(
         # The bar takes over what is printed: lines that go to a file would go to the terminal.
         if leads and not as_json and not quiet and sys.stderr.isatty() and sys.stdout.isatty():
             bar = stack.enter_context(_bar(steps))
-        yield Speaker(leads=leads, as_json=as_json, every=every, steps=steps, bar=bar, curves=curves)
+        yield StepLogger(leads=leads, as_json=as_json, every=every, steps=steps, bar=bar, curves=curves)
 
 
 def _curves(folder: Path, leads: bool, stack: ExitStack) -> Any:

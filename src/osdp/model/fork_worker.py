@@ -33,7 +33,7 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Beside(Generic[T]):
+class ForkWorker(Generic[T]):
     """Calls a function in a forked copy of this process, or, where that cannot be or fails, here when asked.
 
     What the function changes stays in the copy, and the copy's prints are dropped; leaving the context ends it.

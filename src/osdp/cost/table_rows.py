@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.holds import Hold, Position, forward_issue, reduction_end
 from osdp.cost.layout import Layout
+from osdp.cost.lifetimes import Allocation, Position, forward_issue, reduction_end
 from osdp.cost.training import Training
 from osdp.model.graph import IntArray
-from osdp.search.problem import Guest, Rows, UnitOption
+from osdp.search.problem import CrossStageUnit, Rows, UnitOption
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Slots:
     lengths: tuple[int, int]
 
 
-def value_at(holds: Sequence[Hold], position: Position) -> int:
-    return sum(hold.nbytes for hold in holds if hold.start <= position < hold.end)
+def value_at(allocations: Sequence[Allocation], position: Position) -> int:
+    return sum(hold.nbytes for hold in allocations if hold.start <= position < hold.end)
 
 
-def visit_bytes(holds: Sequence[Hold], visit: int, length: int, always: int) -> IntArray:
+def visit_bytes(allocations: Sequence[Allocation], visit: int, length: int, always: int) -> IntArray:
     """Bytes of a unit beyond `always` in every slot of a visit."""
     change = np.zeros(length + 1, dtype=np.int64)
-    for hold in holds:
+    for hold in allocations:
         begin = 0 if hold.start.visit < visit else hold.start.slot if hold.start.visit == visit else length
         end = length if hold.end.visit > visit else hold.end.slot if hold.end.visit == visit else 0
         if begin < end:
@@ -84,13 +84,13 @@ class SlotGroups:
     @staticmethod
     def of(
         options: Sequence[Sequence[UnitOption]],
-        guests: Sequence[Guest],
+        cross_stage_units: Sequence[CrossStageUnit],
         growths: Sequence[IntArray],
         which: int,
         flags: tuple[IntArray, IntArray, IntArray],
     ) -> SlotGroups:
         columns = [option.backward if which else option.forward for unit in options for option in unit]
-        columns += [rows for guest in guests for rows in (guest.backward if which else guest.forward)]
+        columns += [rows for guest in cross_stage_units for rows in (guest.backward if which else guest.forward)]
         features = np.concatenate([*columns, *growths, *(flag[:, None] for flag in flags)], axis=1)
         _, first, member = np.unique(features, axis=0, return_index=True, return_inverse=True)
         tail, issue, head = (flag[first] for flag in flags)
