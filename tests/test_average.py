@@ -14,6 +14,7 @@ from torch import Tensor
 import osdp
 from osdp.errors import UsageError
 from osdp.planfile import Plan
+from osdp.runtime.average import MovingAverage
 from osdp.sharding import FREE, KEEP, REPLICATE
 
 DECAY, STEPS = 0.6, 3
@@ -30,7 +31,7 @@ def averaged(plan: Plan | None) -> tuple[dict[str, Tensor], dict[str, Tensor], f
                 ask()
             said.append(str(refused.value))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    average = osdp.MovingAverage(model, decay=DECAY)
+    average = MovingAverage(model, decay=DECAY)
     args, kwargs = batch_of("llama", 2, seed=0)
     for _ in range(STEPS):
         model(*args, **kwargs).loss.backward()
@@ -54,6 +55,6 @@ def test_an_average_under_a_plan_equals_that_of_a_single_process() -> None:
         for name in weights:
             torch.testing.assert_close(inside[name], alone[1][name], rtol=1e-4, atol=1e-5)
         assert any(not torch.allclose(inside[name], weights[name], atol=1e-3) for name in weights)
-        assert "osdp.MovingAverage" in said[0] and "osdp.save_pretrained(model, folder)" in said[1]
+        assert "osdp.runtime.average.MovingAverage" in said[0] and "osdp.save_pretrained(model, folder)" in said[1]
     with pytest.raises(UsageError, match="decay is 2"):
-        osdp.MovingAverage(torch.nn.Linear(2, 2), decay=2)
+        MovingAverage(torch.nn.Linear(2, 2), decay=2)

@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from osdp.api import plan
     from osdp.cluster import Cluster
     from osdp.errors import DoesNotFit, OsdpError, UsageError
-    from osdp.losses import chunked_cross_entropy
-    from osdp.model.capture import capture
     from osdp.planfile import Plan
     from osdp.runtime.accumulate import accumulate
     from osdp.runtime.apply import parallelize
-    from osdp.runtime.average import MovingAverage
     from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
     from osdp.runtime.clip import clip_grad_norm_
     from osdp.runtime.initialize import initialize
@@ -33,14 +30,11 @@ __version__ = "0.2.0"
 __all__ = [
     "Cluster",
     "DoesNotFit",
-    "MovingAverage",
     "OsdpError",
     "Plan",
     "UsageError",
     "__version__",
     "accumulate",
-    "capture",
-    "chunked_cross_entropy",
     "clip_grad_norm_",
     "initialize",
     "load_checkpoint",
@@ -55,13 +49,10 @@ __all__ = [
 _HOME = {
     "Cluster": "osdp.cluster",
     "DoesNotFit": "osdp.errors",
-    "MovingAverage": "osdp.runtime.average",
     "OsdpError": "osdp.errors",
     "Plan": "osdp.planfile",
     "UsageError": "osdp.errors",
     "accumulate": "osdp.runtime.accumulate",
-    "capture": "osdp.model.capture",
-    "chunked_cross_entropy": "osdp.losses",
     "clip_grad_norm_": "osdp.runtime.clip",
     "initialize": "osdp.runtime.initialize",
     "load_checkpoint": "osdp.runtime.checkpoint",

@@ -136,8 +136,8 @@ def chunk_loss(model: nn.Module, chunks: int) -> nn.Module:
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise UsageError(
             f"the loss of a {type(model).__name__} is not known to be the cross entropy of a head without bias, so it"
-            f" cannot be computed in chunks; known are GPT, {', '.join(HUGGING_FACE)}: call osdp.chunked_cross_entropy"
-            " in your model, or leave loss_chunks out"
+            f" cannot be computed in chunks; known are GPT, {', '.join(HUGGING_FACE)}: call"
+            " osdp.losses.chunked_cross_entropy in your model, or leave loss_chunks out"
         )
     if not isinstance(head, ChunkedHead):
         head.__class__ = ChunkedHead

@@ -8,7 +8,7 @@ Tiny blocks, whose parameters are next to nothing, tell the host's time. Replica
 it takes beyond its compute is `unit_overhead_seconds`, one for every unit. Freed ones are gathered twice and reduced:
 `collective_overhead_seconds` is for each of these, and `tensor_seconds` for each of the parameters in it. To tell them
 apart, the same blocks are run as one unit of twelve parameters and as five of two to four. What large blocks take for
-every byte that is copied, beyond the memory's rate, is `copy_byte_seconds`: fresh memory, and more of it than caches hold.
+every byte that is copied, beyond the memory's rate, is `copy_byte_seconds`: fresh memory, more than caches hold.
 
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and

@@ -155,7 +155,8 @@ def _say_what_to_use(model: nn.Module) -> None:
 
     def no_copy(memo: object) -> NoReturn:
         raise UsageError(
-            "a model that runs a plan cannot be copied; for an average of its weights use osdp.MovingAverage"
+            "a model that runs a plan cannot be copied; for an average of its weights use"
+            " osdp.runtime.average.MovingAverage"
         )
 
     def no_save(*args: object, **kwargs: object) -> NoReturn:

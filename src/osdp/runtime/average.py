@@ -21,7 +21,7 @@ from osdp.runtime.split import held_parameters
 class MovingAverage:
     """`average = decay * average + (1 - decay) * weights` at every `update`, for each parameter that is trained::
 
-        average = osdp.MovingAverage(model, decay=0.999)
+        average = MovingAverage(model, decay=0.999)
         ...
         optimizer.step(); average.update()
         with average.applied():          # the model has the average's weights, and its own again after
