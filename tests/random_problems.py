@@ -175,7 +175,7 @@ def _spanning(draw: _Draw, stages: list[StageTable]) -> list[StageTable]:
     again = ("gather_again",)
     entered = Op(Act.ISSUE, unit, again), Op(Act.WAIT, unit, again), Op(Act.RUN, unit, ("copy_again",))
     passed = StagePass((*entered, *last.backward_pass.ops), last.backward_pass.pending, "gather_again")
-    last = ShapeTable(**{**last.__dict__, "guests": (guest,), "backward_pass": passed})
+    last = ShapeTable(**{**last.__dict__, "cross_stage_units": (guest,), "backward_pass": passed})
     ends = StageTable((first,), stages[0].alike), StageTable((last,), stages[-1].alike)
     return [ends[0], *stages[1:-1], ends[1]]
 

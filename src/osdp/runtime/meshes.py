@@ -49,7 +49,7 @@ def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, engine: En
 def _close(made: dict[_Key, Meshes]) -> None:
     """Ends the threads of a world, and forgets its groups."""
     for meshes in made.values():
-        if "courier" in meshes.__dict__:
+        if "comm_threads" in meshes.__dict__:
             meshes.comm_threads.close()
     made.clear()
 

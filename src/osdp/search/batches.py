@@ -227,6 +227,8 @@ def search_batches(
         nodes, solved = nodes + outcome.nodes, solved + 1
         if outcome.status == "limit":
             unproven = min(unproven, outcome.bound / samples)
+        else:
+            del searches[id(candidate), low]  # it will not be asked again
         if outcome.choice is not None and outcome.verdict is not None:
             each = outcome.verdict.seconds / samples
             if best is None or each < best.seconds_per_sample:

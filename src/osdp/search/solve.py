@@ -153,6 +153,7 @@ class Search:
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
+        self.proven: Outcome | None = None
         self.excluded: list[tuple[StageChoice, ...]] = []  # what HiGHS's tolerance let pass, by a few bytes
 
     @property
@@ -164,7 +165,12 @@ class Search:
         return self.deadline - time.monotonic()
 
     def run(self, *, cutoff: float | None = None, seconds: float = INFINITY) -> Outcome:
-        """The fastest choice that beats `cutoff` seconds, as far as it is found and proven in these `seconds`."""
+        """The fastest choice that beats `cutoff` seconds, as far as it is found and proven in these `seconds`.
+
+        A later cutoff is no higher than those before it: what was proven once is the answer from then on.
+        """
+        if self.proven is not None:
+            return self.proven
         self.cutoff = INFINITY if cutoff is None else cutoff
         self.deadline = time.monotonic() + seconds
         self.nodes = 0
@@ -298,6 +304,12 @@ class Search:
             self.best = choice, verdict
 
     def _done(self, status: str) -> Outcome:
+        outcome = self._outcome(status)
+        if status == "optimal":
+            self.proven = outcome
+        return outcome
+
+    def _outcome(self, status: str) -> Outcome:
         if self.best is None and status == "limit" and self.cutoff == INFINITY:
             self._offer(*lowest_peak(self.problem))
         if self.best is None:
