@@ -9,8 +9,8 @@ BASE_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Test processes at a time. Tests start ranks of their own, so more of them than cores gains nothing.
-JOBS ?= 2
+# Test processes at a time: more than the cores of a small machine, as tests of ranks often wait for each other.
+JOBS ?= 4
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help: ## what can be made

@@ -39,5 +39,5 @@ def test_a_name_of_the_hub_is_read_from_the_cache_and_offline_is_said(tmp_path: 
     parameters = sum(parameter.numel() for parameter in tiny("llama").build_on_meta().parameters())
     assert answer(tmp_path, "some/llama.tiny") == f"some/llama.tiny {parameters}"
     said = answer(tmp_path, "some/other")
-    assert said.startswith("some/other is not in the local cache and the Hub cannot be reached")
+    assert said.startswith("some/other: there is no such file or folder here, it is not in the local cache, and")
     assert "hf download some/other config.json" in said

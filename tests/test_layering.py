@@ -15,10 +15,20 @@ ALLOWED = {
     "cluster": ("osdp.cluster", "osdp.engine", "osdp.errors", "osdp.files"),
     "cost": (
         *("osdp.cost", "osdp.search", "osdp.cluster", "osdp.model.graph", "osdp.model.kernels"),
-        *("osdp.planfile", "osdp.plan_check", "osdp.engine", "osdp.errors"),
+        *("osdp.planfile", "osdp.plan_check", "osdp.sharding", "osdp.engine", "osdp.errors"),
     ),
 }
-WITHOUT_TORCH = ("search", "cluster", "cost", "planfile.py", "engine.py", "batching.py", "baselines.py", "files.py")
+WITHOUT_TORCH = (
+    "search",
+    "cluster",
+    "cost",
+    "planfile.py",
+    "sharding.py",
+    "engine.py",
+    "batching.py",
+    "baselines.py",
+    "files.py",
+)
 
 
 def files(place: str) -> list[Path]:

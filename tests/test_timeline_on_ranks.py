@@ -14,6 +14,7 @@ from ranks import run_ranks
 from small_models import source
 from test_timeline_equals_fsdp2 import Case, laid_out, plan_of
 
+from osdp.cost.layout import Layout
 from osdp.cost.timeline import build_timeline
 from osdp.planfile import Plan
 from osdp.profiling.trial import WARM_UP_STEPS, Tried
@@ -36,6 +37,13 @@ def allocated(model: str, plans: list[dict[str, Any]]) -> list[int]:
     return peaks
 
 
+def working_space(layout: Layout) -> int:
+    """The most that a plan counts for what kernels work in."""
+    traces = [shaped.trace for shaped in layout.shaped]
+    segments = [segment for trace in traces for segment in (*trace.forward, *trace.backward)]
+    return max(each.peak_at(BATCH, workspaces=True) - each.peak_at(BATCH) for each in segments)
+
+
 def test_the_timeline_is_what_the_allocator_counts() -> None:
     model = "gpt-uneven"
     cases = [
@@ -50,4 +58,9 @@ def test_the_timeline_is_what_the_allocator_counts() -> None:
     plans = [plan_of(case, *each).to_dict() for case, each in zip(cases, made, strict=True)]
     measured = [max(ranks) for ranks in zip(*run_ranks(3, allocated, model, plans), strict=True)]
     off = [ours - theirs for ours, theirs in zip(predicted, measured, strict=True)]
-    assert all(abs(difference) <= LITTLE for difference in off), (off, predicted, measured)
+    # what products in 16 bits work in is bounded, not known; see [Note: Workspaces] in osdp.model.kernels
+    spare = [
+        working_space(layout) if case.training.precision.compute_bytes == 2 else 0
+        for case, (layout, _) in zip(cases, made, strict=True)
+    ]
+    assert all(-LITTLE <= each <= more + LITTLE for each, more in zip(off, spare, strict=True)), (off, spare, measured)

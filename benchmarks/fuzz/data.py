@@ -78,7 +78,7 @@ def _bin(folder: Path, chance: random.Random) -> tuple[str, tuple[str, ...], boo
 
 def _text(folder: Path, chance: random.Random) -> tuple[str, tuple[str, ...], bool]:
     files = {
-        ".jsonl": b'{"text": "to be or not to be"}\n' * 200,
+        ".jsonl": b"to be or not to be\n" * 200,
         ".json": b'["to be or not to be"]' * 200,
         ".parquet": b"PAR1" + b"to be" * 200,
         ".npz": b"PK\x03\x04" + b"to be" * 200,

@@ -203,6 +203,21 @@ class _MicroBatch:
             start, self.compute = self.compute, self.compute + seconds
             if seconds > 0:
                 self.spans.append(Span(COMPUTE, kind, name, self.phase, self.stage, start, self.compute))
+            else:
+                self._take_back()
+
+    def _take_back(self) -> None:
+        """Slices' turns have kernels in them that the spans before had already: these end where computation is."""
+        for index in range(len(self.spans) - 1, -1, -1):
+            span = self.spans[index]
+            if span.stream != COMPUTE:
+                continue
+            if span.end <= self.compute:
+                break
+            if span.start >= self.compute:
+                del self.spans[index]
+            else:
+                self.spans[index] = replace(span, end=self.compute)
 
     def _stall(self, until: float, name: str) -> None:
         if until > self.compute:

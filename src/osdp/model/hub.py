@@ -12,8 +12,10 @@ _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 
 def is_hub_id(spec: str) -> bool:
     """Whether a text reads as ORG/NAME and not as a path: no file ending, and no folder of the first name here."""
+    if not _NAME.fullmatch(spec) or spec.endswith(".json"):
+        return False
     organisation = spec.partition("/")[0]
-    return bool(_NAME.fullmatch(spec)) and organisation not in (".", "..") and not Path(organisation).exists()
+    return organisation not in (".", "..") and not Path(organisation).exists()
 
 
 def config_of(spec: str) -> Path:
@@ -33,8 +35,8 @@ def config_of(spec: str) -> Path:
         pass
     elsewhere = "give the path of its config.json"
     unreachable = (
-        f"{spec} is not in the local cache and the Hub cannot be reached; where it can, run"
-        f" `hf download {spec} config.json`, or {elsewhere}"
+        f"{spec}: there is no such file or folder here, it is not in the local cache, and the Hub cannot be reached;"
+        f" run `hf download {spec} config.json` where it can be, or {elsewhere}"
     )
     try:
         get_session().head(constants.ENDPOINT, timeout=5)  # a download would try for half a minute

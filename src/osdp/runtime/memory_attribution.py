@@ -54,6 +54,7 @@ class MemoryAttributionRecorder(Recorder):
         self._part: list[str] = []  # of every storage that ever was, by its number
         self._number: dict[int, int] = {}  # a living storage's number
         self._changes: list[tuple[int, int, int]] = []  # the kernel before which bytes changed, a number, by how many
+        self._workspaces: dict[int, int] = {}  # by allocation, what kernels take while they run
         self._asked = ACTIVATIONS
 
     def hold_as(self, part: str, tensors: Sequence[Tensor]) -> None:
@@ -76,6 +77,7 @@ class MemoryAttributionRecorder(Recorder):
             if kernel > peak:
                 break
             parts[self._part[number]] = parts.get(self._part[number], 0) + nbytes
+        parts[ACTIVATIONS] = parts.get(ACTIVATIONS, 0) + self._workspaces.get(peak, 0)
         return {part: nbytes for part, nbytes in parts.items() if nbytes}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,6 +134,8 @@ class MemoryAttributionRecorder(Recorder):
         """Working space is there while the kernel runs, and only then."""
         super()._point(flops, moved, kind, workspace)
         self.trace.live[-1] += workspace
+        if workspace:
+            self._workspaces[len(self.trace.live) - 1] = workspace
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
