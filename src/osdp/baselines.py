@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from osdp.batching import LARGEST_MICRO_BATCH, Batching
+from osdp.batching import Batching, largest_that_fits
 from osdp.cluster import Cluster
 from osdp.cost.graph import StepGraph, step_graph
 from osdp.cost.tables import Rules, Tables, Uniform
@@ -110,15 +110,4 @@ def _tried(
 def _largest(prices: Prices, uniform: Uniform, micro: int) -> int:
     """The largest batch size that fits: seconds per sample never grow with it. 1 if none does."""
 
-    def fits(batch: int) -> bool:
-        return prices.fits(prices.verdict(uniform, batch, micro))
-
-    if not fits(1):
-        return 1
-    low, high = 1, 2
-    while high <= LARGEST_MICRO_BATCH and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return max(1, largest_that_fits(lambda batch: prices.fits(prices.verdict(uniform, batch, micro))))

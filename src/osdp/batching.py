@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from osdp.errors import UsageError
@@ -51,6 +52,17 @@ class Batching:
             return [(self.accumulation or 1, self.batch or 1)]
         each, rest = divmod(self.global_batch, world_size)
         return [] if rest or not each else list({(1, each), (each, 1)})
+
+
+def largest_that_fits(fits: Callable[[int], bool]) -> int:
+    """The largest micro-batch that fits, by doubling and halving; 0 where none does."""
+    low, high = 0, 1
+    while high <= LARGEST_MICRO_BATCH and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _divisors(number: int) -> list[int]:

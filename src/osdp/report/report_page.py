@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from osdp.baselines import WAYS, Prices
-from osdp.batching import LARGEST_MICRO_BATCH
+from osdp.batching import largest_that_fits
 from osdp.cluster import format_bytes
 from osdp.cost.graph import StepGraph, step_graph_of
 from osdp.cost.lifetimes import END, START, Allocation, unit_allocations
@@ -185,13 +185,7 @@ def _largest(way: Way, only: int | None) -> int:
 
     if only is not None:
         return only if fits(only) else 0
-    low, high = 0, 1
-    while high <= LARGEST_MICRO_BATCH and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return largest_that_fits(fits)
 
 
 def stage_boxes(plan: Plan, step: StepGraph) -> tuple[StageBox, ...]:
