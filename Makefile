@@ -3,14 +3,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test lint docs bench bench-smoke
+.PHONY: help setup browser demo test test-slow lint docs bench bench-smoke
 
 BASE_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Test processes at a time: more than the cores of a small machine, as tests of ranks often wait for each other.
-JOBS ?= 4
+JOBS ?= 3
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help: ## what can be made
@@ -41,6 +41,9 @@ demo: $(STAMP) ## measure this machine, plan, train with plain FSDP2 and with th
 
 test: $(STAMP) browser ## all tests
 	@$(BIN)/python -m pytest -q -n $(JOBS)
+
+test-slow: $(STAMP) ## what takes too long for make test
+	@$(BIN)/python -m pytest -q -n 2 -m slow
 
 lint: $(STAMP) ## lint, format and types
 	@$(BIN)/ruff check .

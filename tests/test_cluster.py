@@ -289,7 +289,11 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
             "nodes = 99999999999999999999",
             "cluster.nodes is 9+ but must be a whole number of at most 1048576",
         ),
-        ("nodes = 2", "nodes = 2\nvisit_seconds = nan", "cluster.unit_overhead_seconds is nan but must be a number"),
+        (
+            "nodes = 2",
+            "nodes = 2\nunit_overhead_seconds = nan",
+            "cluster.unit_overhead_seconds is nan but must be a number",
+        ),
         ("nodes = 2", "nodes = 1000000", "the cluster has 4,000,000 devices; give at most 1,048,576"),
         ("nodes = 2", "nodes = ", "is not valid TOML"),
         ('"40GiB"', '"40G"', "memory size '40G' has an unknown unit"),

@@ -145,10 +145,12 @@ OWN_WORLDS = {"mixtral": "3"}  # its 4 experts are sharded along other dimension
 PLACES = [
     (name, OWN_WORLDS.get(name, WORLDS[index % len(WORLDS)])) for index, name in enumerate((*CONFIGS, "gpt-pyramid"))
 ]
-PLACES += [("gpt", world) for world in ("3", "2x2", "2x3")] + [("t5", "2x2"), ("vit", "2x3")]
+MORE_PLACES = [("gpt", world) for world in ("3", "2x2", "2x3")] + [("t5", "2x2"), ("vit", "2x3")]
 
 
-@pytest.mark.parametrize(("name", "world"), PLACES)
+@pytest.mark.parametrize(
+    ("name", "world"), [*PLACES, *(pytest.param(*place, marks=pytest.mark.slow) for place in MORE_PLACES)]
+)
 def test_losses_and_gradients_equal_the_single_process(name: str, world: str) -> None:
     check(name, world, mixed_plans(name, world))
 

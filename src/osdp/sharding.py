@@ -36,6 +36,9 @@ class ShardingMode(StrEnum):
         mode.sharded_over, mode.after_forward = sharded_over, after_forward
         return mode
 
+    def __repr__(self) -> str:
+        return repr(str(self))  # as users write it
+
     @property
     def is_sharded(self) -> bool:
         return self.sharded_over is not Scope.RANK

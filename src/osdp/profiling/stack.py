@@ -159,5 +159,5 @@ class Turns:
         """What is typical of the slowest rank: without the engine, then of every option."""
         slowest = self._bench.slowest(*typical(np.array(self._taken)).flatten().tolist())
         found = np.array(slowest).reshape(1 + len(self._runs), -1)
-        found[0] *= self._bench.segment
+        found[0] *= self._bench.clock_factor
         return [Passes(*seconds) for seconds in found.tolist()]

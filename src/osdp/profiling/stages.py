@@ -243,7 +243,7 @@ def _typical(bench: Bench, turns: Sequence[Sequence[NDArray[Any]]]) -> NDArray[A
         np.array(bench.slowest(*each.flatten().tolist())).reshape(each.shape)
         for each in (typical(own.sum(axis=2)), own.mean(axis=0))
     )
-    return mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-12) * passes[:, None] * bench.segment
+    return mean / np.maximum(mean.sum(axis=1, keepdims=True), 1e-12) * passes[:, None] * bench.clock_factor
 
 
 def _tried(bench: Bench, run: Run) -> NDArray[Any] | None:
