@@ -278,12 +278,12 @@ def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
     backward = [module for unit in backward_order(plan.units) for module in reversed(by_unit[unit.name])]
     for module in forward:
         module._set_unshard_async_op(True)
-    for now, following in itertools.pairwise(forward):
-        prefetch(now, following, backward=False)
-        if early and now not in sliced:
-            prefetch_early(now)
-    for now, following in itertools.pairwise(backward):
-        prefetch(now, following, backward=True)
+    for current, following in itertools.pairwise(forward):
+        prefetch(current, following, backward=False)
+        if early and current not in sliced:
+            prefetch_early(current)
+    for current, following in itertools.pairwise(backward):
+        prefetch(current, following, backward=True)
 
 
 def _groups(pieces: Sequence[Piece]) -> list[FSDPParamGroup]:
