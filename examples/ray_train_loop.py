@@ -1,10 +1,12 @@
 """A training loop inside Ray Train: Ray starts the workers and their process group, osdp plans and shards.
 
-pip install "ray[train]"; python examples/ray_train_loop.py
+pip install "ray[train]"; python examples/ray_train_loop.py FOLDER [STEPS]
 
-`train_steps` needs no Ray and is what the tests run; the few lines around it have not been run with Ray here.
+FOLDER takes the checkpoints and must be one that all workers share. A run that is started again goes on from there, and
+so do workers that Ray starts anew after a failure. `train_steps` needs no Ray.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +40,9 @@ def train_steps(config: dict[str, Any], report: Callable[[dict[str, float]], Non
         osdp.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if step + 1 == config["steps"] or (step + 1) % config["save_every"] == 0:
+            osdp.save_checkpoint(config["checkpoint"], model, optimizer, step=step + 1)
         report({"step": step + 1, "loss": loss.item()})
-    if done is None or done.step < config["steps"]:
-        osdp.save_checkpoint(config["checkpoint"], model, optimizer, step=config["steps"])
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
@@ -49,19 +51,27 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     train_steps(config, train.report)
 
 
-def main() -> None:
-    from ray.train import ScalingConfig
+def main(folder: str, steps: int = 20) -> None:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchConfig, TorchTrainer
+
+    class PrintLoss(UserCallback):
+        """Ray keeps metrics of reports with a checkpoint of its own only; this prints those of every report."""
+
+        def after_report(self, run_context: Any, metrics: list[dict[str, float]], checkpoint: Any) -> None:
+            loss = sum(each["loss"] for each in metrics) / len(metrics)
+            print(f"step {metrics[0]['step']}: loss {loss:.3f}, mean of {len(metrics)} workers", flush=True)
 
     # On GPUs: use_gpu=True, TorchConfig(backend="cpu:gloo,cuda:nccl") and a cluster such as "8xH100-80GB". Nodes must
     # have as many workers each as the cluster says.
     TorchTrainer(
         train_loop_per_worker,
-        train_loop_config={"cluster": "2xCPU", "steps": 20, "checkpoint": "/mnt/shared/run1"},
+        train_loop_config={"cluster": "2xCPU", "steps": steps, "checkpoint": folder, "save_every": 10},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(callbacks=[PrintLoss()], failure_config=FailureConfig(max_failures=3)),
     ).fit()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], *map(int, sys.argv[2:3]))

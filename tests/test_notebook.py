@@ -12,9 +12,6 @@ from xml.etree import ElementTree
 import pytest
 
 from osdp.planfile import Plan, unpriced_plan
-from osdp.training.drift import Timing
-from osdp.training.logging import curves, measured_mfu, step_document, step_line
-from osdp.training.loop import Step
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "plan.ipynb"
 
@@ -51,18 +48,3 @@ def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert any("samples/s" in output.get("data", {}).get("text/html", "") for output in shown)
     assert "<svg" not in (tmp_path / "report.html").read_text()[:200] and (tmp_path / "report.html").exists()
     assert any("recompute" in output.get("text", "") for output in shown)
-
-
-# ---- what dashboards are given
-
-
-def test_a_step_has_its_mfu_and_names_that_dashboards_group_by(plan: Plan) -> None:
-    step = Step(3, 2.5, 0.7, 1e-3, 4000.0, Timing(3.0, 0.1, None, 1 << 30))
-    assert measured_mfu(step, plan) == pytest.approx(0.2)  # twice the predicted seconds, half of the predicted 0.4
-    document = step_document(step, plan)
-    assert document["mfu"] == pytest.approx(0.2) and document["samples_per_second"] == plan.global_batch / 3.0
-    assert "MFU 20.0 %" in step_line(step, 10, 1.5, document["mfu"])
-    found = curves(step, plan)
-    assert found["train/loss"] == 2.5 and found["throughput/mfu"] == pytest.approx(0.2)
-    assert "step/waited_seconds" not in found and "validation/loss" not in found  # there is no value
-    assert measured_mfu(step, replace(plan, predicted=replace(plan.predicted, mfu=0.0))) is None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from osdp.model.source import ModelSource
     from osdp.training.loop import Settings
-    from osdp.training.run import PlanOf
+    from osdp.training.run import LogSettings, PlanOf
     from osdp.training.world import World
 
 DESCRIPTION = """\
@@ -142,7 +142,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document a line: start, every step, end")
     group.add_argument("--log-every", metavar="N", type=positive, default=1, help="steps a line (default: %(default)s)")
-    group.add_argument("--tensorboard", metavar="DIR", type=Path, help="write curves there")
+    group.add_argument("--tensorboard", metavar="DIR", type=Path, help="write curves there for TensorBoard")
+    group.add_argument("--wandb", metavar="PROJECT", help="log curves to a run of that project of Weights & Biases")
     group.add_argument(
         "--trace",
         metavar="DIR",
@@ -188,18 +189,26 @@ def run(arguments: argparse.Namespace) -> None:
         compute_dtype, device = PRECISIONS[plan.precision].compute_dtype, plan.cluster.device
         check_graph(plan, source.capture(compute_dtype, device=device, name=plan.model.name))
     from osdp.training.data import demo_text
-    from osdp.training.run import Files, LogSettings, train
+    from osdp.training.run import Files, train
 
     code = train(
         source,
         Files(tuple(arguments.data or [demo_text()]), arguments.tokenizer, arguments.token_dtype),
         _settings(arguments),
-        LogSettings(arguments.json, arguments.quiet, arguments.log_every, arguments.tensorboard, arguments.trace),
+        _log_settings(arguments),
         plan_of=_planner(arguments, source, plan),
         timeout_seconds=arguments.timeout,
     )
     if code:
         raise SystemExit(code)
+
+
+def _log_settings(arguments: argparse.Namespace) -> LogSettings:
+    from osdp.training.curves import CurveTargets
+    from osdp.training.run import LogSettings
+
+    targets = CurveTargets(arguments.tensorboard, arguments.wandb)
+    return LogSettings(arguments.json, arguments.quiet, arguments.log_every, targets, arguments.trace)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
 """A planned step in the formats that people's viewers open: a Chrome trace, and a snapshot of the allocator.
 
 [Note: Chrome trace]
-One process with two threads, compute and collectives, and the memory by part as counters. Perfetto and chrome://tracing
-open it beside what torch.profiler measures.
+One process with two threads, compute and collectives, and the memory as counters: by part, and as a whole beside the
+limit. Perfetto and chrome://tracing open it beside what torch.profiler measures. Times are whole nanoseconds: Perfetto
+drops an operation that begins before the one ahead of it on its thread has ended, be it by a rounding error.
 
 [Note: Snapshot]
 The form of torch.cuda.memory._snapshot(), which torch.cuda._memory_viz and pytorch.org/memory_viz open. What units hold
@@ -13,6 +14,7 @@ at every mark only, so each rise is an allocation and each fall frees the newest
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from osdp.report.step_picture import column_seconds
 _BY_LEVEL = (CONSTANTS, SAVED, TEMPORARIES)
 _FIRST_ADDRESS = 0x7F0000000000
 _STREAM = 0
+MEMORY_TOTAL, MEMORY_LIMIT = "memory: all parts", "memory: limit"
 
 
 def chrome_trace(graph: StepGraph) -> dict[str, Any]:
@@ -41,6 +44,7 @@ def chrome_trace(graph: StepGraph) -> dict[str, Any]:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "collectives"}},
     ]
     for span in trace.spans:
+        begin, end = _nanoseconds(span.start), _nanoseconds(span.start + span.seconds)
         details = {"stage": span.stage, "phase": span.phase, "bytes": span.nbytes, "group": span.group}
         events.append(
             {
@@ -49,14 +53,17 @@ def chrome_trace(graph: StepGraph) -> dict[str, Any]:
                 "cat": span.kind,
                 "pid": 0,
                 "tid": int(span.stream == COMMUNICATION),
-                "ts": span.start * 1e6,
-                "dur": span.seconds * 1e6,
+                "ts": _microseconds(begin),
+                "dur": _microseconds(end - begin),
                 "args": {key: value for key, value in details.items() if value},
             }
         )
     for column, second in enumerate(column_seconds(timeline, trace)):
+        at = {"ph": "C", "pid": 0, "ts": _microseconds(_nanoseconds(float(second)))}
         args = {name: int(timeline.parts[row, column]) for row, name in enumerate(PARTS)}
-        events.append({"ph": "C", "name": "memory", "pid": 0, "ts": float(second) * 1e6, "args": args})
+        events.append({**at, "name": "memory", "args": args})
+        events.append({**at, "name": MEMORY_TOTAL, "args": {"bytes": int(timeline.total[column])}})
+    events.append({"ph": "C", "pid": 0, "ts": 0.0, "name": MEMORY_LIMIT, "args": {"bytes": graph.cluster.limit_bytes}})
     return {
         "displayTimeUnit": "ms",
         "traceEvents": events,
@@ -68,6 +75,16 @@ def chrome_trace(graph: StepGraph) -> dict[str, Any]:
             "step_seconds": trace.step_seconds,
         },
     }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """What gives these nanoseconds back to readers that round and to those that cut off."""
+    value = nanoseconds / 1000
+    return value if int(value * 1000) == nanoseconds else math.nextafter(value, math.inf)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run says, on rank 0: a line a step, or a JSON document a line; a bar on a terminal; curves for TensorBoard."""
+"""What a run says, on rank 0: a line a step, or a JSON document a line; a bar on a terminal; curves."""
 
 from __future__ import annotations
 
@@ -11,27 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cluster import format_bytes
-from osdp.errors import UsageError
 from osdp.planfile import Plan
 from osdp.report.numbers import format_rate, format_seconds, format_share
+from osdp.training.curves import CurveTargets, CurveWriters, open_writers
 from osdp.training.drift import typical_seconds
 from osdp.training.loop import Step
-
-_CURVES = {
-    "loss": "train/loss",
-    "validation_loss": "validation/loss",
-    "gradient_norm": "train/gradient_norm",
-    "lr": "train/lr",
-    "tokens_per_second": "throughput/tokens_per_second",
-    "samples_per_second": "throughput/samples_per_second",
-    "mfu": "throughput/mfu",
-    "seconds": "step/seconds",
-    "predicted_seconds": "step/predicted_seconds",
-    "data_seconds": "step/data_seconds",
-    "waited_seconds": "step/waited_seconds",
-    "peak_bytes": "memory/peak_bytes",
-    "predicted_peak_bytes": "memory/predicted_peak_bytes",
-}
 
 
 @dataclass(frozen=True)
@@ -92,12 +76,6 @@ def step_document(step: Step, plan: Plan) -> dict[str, Any]:
     return {"event": "step", **fields.pop("timing"), **fields, **rates, **predicted}
 
 
-def curves(step: Step, plan: Plan) -> dict[str, float]:
-    """A step's values by the names that TensorBoard and W&B group by; see docs/training.md."""
-    document = step_document(step, plan)
-    return {name: document[field] for field, name in _CURVES.items() if document[field] is not None}
-
-
 def plan_lines(plan: Plan) -> list[str]:
     """How a run is planned, in two lines."""
     held: dict[str, int] = {}
@@ -133,7 +111,7 @@ def summary_lines(summary: Summary, plan: Plan) -> list[str]:
 class StepLogger:
     """Says what happens, where it is wanted; on other ranks than the first, nothing."""
 
-    def __init__(self, *, leads: bool, as_json: bool, every: int, steps: int, bar: Any, curves: Any) -> None:
+    def __init__(self, *, leads: bool, as_json: bool, every: int, steps: int, bar: Any, curves: CurveWriters) -> None:
         self._leads, self._as_json, self._every, self._steps = leads, as_json, every, steps
         self._bar, self._curves = bar, curves
 
@@ -142,6 +120,7 @@ class StepLogger:
             self._line({"event": "resume", "step": done}, f"goes on from step {done} in {folder}")
         document = {"event": "start", "step": done, "steps": self._steps, "plan": plan.to_dict()}
         self._line(document, *plan_lines(plan))
+        self._curves.describe(plan)
         if self._bar is not None:
             self._bar.update(0, completed=done)
 
@@ -152,9 +131,7 @@ class StepLogger:
             self._line(step_document(step, plan), line)
         if self._bar is not None:
             self._bar.update(0, completed=step.number, description=f"loss {step.loss:.4f}")
-        if self._curves is not None:
-            for name, value in curves(step, plan).items():
-                self._curves.add_scalar(name, value, step.number)
+        self._curves.write(step_document(step, plan))
 
     def warn(self, sentence: str | None) -> None:
         if self._leads and sentence:
@@ -175,24 +152,14 @@ class StepLogger:
 
 @contextmanager
 def step_logger(
-    *, leads: bool, as_json: bool, quiet: bool, every: int, steps: int, tensorboard: Path | None
+    *, leads: bool, as_json: bool, quiet: bool, every: int, steps: int, targets: CurveTargets
 ) -> Iterator[StepLogger]:
     with ExitStack() as stack:
-        bar = curves = None
-        if tensorboard is not None:
-            curves = _curves(tensorboard, leads, stack)
+        bar, curves = None, open_writers(targets, leads=leads, stack=stack)
         # The bar takes over what is printed: lines that go to a file would go to the terminal.
         if leads and not as_json and not quiet and sys.stderr.isatty() and sys.stdout.isatty():
             bar = stack.enter_context(_bar(steps))
         yield StepLogger(leads=leads, as_json=as_json, every=every, steps=steps, bar=bar, curves=curves)
-
-
-def _curves(folder: Path, leads: bool, stack: ExitStack) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError(f"--tensorboard {folder} needs the package tensorboard: pip install tensorboard") from None
-    return stack.enter_context(SummaryWriter(str(folder))) if leads else None
 
 
 def _bar(steps: int) -> Any:

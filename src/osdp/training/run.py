@@ -16,6 +16,7 @@ from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.runtime import here
 from osdp.training.batches import Feed, feed_of
+from osdp.training.curves import CurveTargets
 from osdp.training.data import Windows, open_tokens
 from osdp.training.drift import Pace
 from osdp.training.failures import StopRequest, Watchdog, explained
@@ -41,7 +42,7 @@ class LogSettings:
     as_json: bool
     quiet: bool
     every: int
-    tensorboard: Path | None
+    targets: CurveTargets
     trace: Path | None = None
 
 
@@ -94,7 +95,7 @@ class _Run:
                 quiet=log_settings.quiet,
                 every=log_settings.every,
                 steps=settings.steps,
-                tensorboard=log_settings.tensorboard,
+                targets=log_settings.targets,
             )
             plan = self.plan = self.plan_of(world, model)
             say = stack.enter_context(said)
