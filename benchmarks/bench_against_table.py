@@ -30,6 +30,7 @@ from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE
 from osdp.model.graph import ModelGraph
+from osdp.recompute import Recompute
 from osdp.search.batches import Candidate, largest_batch, search_batches
 from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption, evaluate
 from osdp.search.solve import Outcome, solve_exactly
@@ -39,7 +40,7 @@ MIB = 1 << 20
 TARGET = 500.0
 MODELS = ("gpt-48x2048", "gpt-96x1024")
 RULES = {
-    "2": Rules(modes=(REPLICATE, FREE), split=False, recompute=False, granularities=(WHOLE,)),
+    "2": Rules(modes=(REPLICATE, FREE), split=False, recompute=(Recompute.NONE,), granularities=(WHOLE,)),
     "4": Rules(modes=(REPLICATE, FREE), split=False, granularities=(WHOLE,)),
 }
 SEARCHES = {"as released": by_option, "lean": lean}

@@ -26,6 +26,7 @@ from osdp.cluster import Cluster
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
+from osdp.recompute import Recompute
 from osdp.search.batches import Candidate, largest_batch, search_batches
 from osdp.search.problem import (
     Amount,
@@ -51,7 +52,7 @@ BATCH = 4
 LIMIT_SHARE = 0.6  # of the way from the smallest peak to the fastest choice's
 ALIGNMENT = 512
 OPTIONS: dict[str, tuple[str, Rules]] = {
-    "replicate, free": ("8xA100-80GB", Rules(modes=(REPLICATE, FREE), split=False, recompute=False)),
+    "replicate, free": ("8xA100-80GB", Rules(modes=(REPLICATE, FREE), split=False, recompute=(Recompute.NONE,))),
     "replicate, free; recompute": ("8xA100-80GB", Rules(modes=(REPLICATE, FREE), split=False)),
     "replicate, keep, free; recompute": ("8xA100-80GB", Rules(modes=(REPLICATE, KEEP, FREE), split=False)),
     "all six modes; recompute": ("4x8xA100-80GB", Rules(modes=MODES, split=False)),

@@ -22,6 +22,7 @@ from osdp.api import resolve
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.cost.units import modes_for
+from osdp.recompute import EVERY_RECOMPUTE, Recompute
 from osdp.search import highs
 from osdp.search.milp import ColumnsOfStages, Model
 from osdp.search.problem import Problem
@@ -41,7 +42,11 @@ def problems(models: list[str], seed: int) -> Iterator[tuple[str, Tables, int, i
         cluster = resolve(draw.choice(CLUSTERS), None)
         known = modes_for(cluster)
         modes = draw.choice([known, *((mode,) for mode in known), *itertools.combinations(known, 2)])
-        rules = Rules(modes=modes, split=draw.random() < 0.5, recompute=draw.random() < 0.7)
+        rules = Rules(
+            modes=modes,
+            split=draw.random() < 0.5,
+            recompute=EVERY_RECOMPUTE if draw.random() < 0.7 else (Recompute.NONE,),
+        )
         accumulation = draw.choice((1, 1, 1, 4))
         tables = Tables(graphs[model], cluster, replace(Training.of(), accumulation=accumulation), rules)
         for _ in range(20):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from osdp.cluster import Cluster
 from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
+from osdp.recompute import Recompute
 from osdp.runtime.apply import parallelize
 from osdp.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
@@ -48,7 +49,7 @@ def plan_of(world: str, modes: str, up: tuple[int, int] = (1, 1), down: tuple[in
             None,
             mode,
             *splits,
-            recompute=False,
+            recompute=Recompute.NONE,
             reduce_once=False,
             two_levels=False,
             parameters=parameters,

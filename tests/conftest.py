@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from osdp.cluster import Cluster
 from osdp.planfile import PLAN_VERSION, Baseline, Certificate, Plan, PlanModel, PlanUnit, Predicted
+from osdp.recompute import Recompute
 
 # Tests run beside each other and start ranks of their own: one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,7 +29,7 @@ def _unit(name: str, **changes: Any) -> PlanUnit:
     """A freed unit of 100 parameters outside blocks, but for the changes."""
     fields: dict[str, Any] = {
         **{"name": name, "modules": (name,), "block": None, "mode": "free", "splits": 1, "sharded_splits": 1},
-        **{"recompute": False, "reduce_once": False, "two_levels": False, "parameters": 100},
+        **{"recompute": Recompute.NONE, "reduce_once": False, "two_levels": False, "parameters": 100},
     }
     return PlanUnit(**{**fields, **changes})
 
@@ -43,8 +44,8 @@ def plan() -> Plan:
     """A plan of four blocks, the last of which differs, on 2 nodes of 4 devices."""
     units = [_unit("embed", parameters=1000, modules=("embed", "head"), mode="keep")]
     for block in ("blocks.0", "blocks.1", "blocks.2"):
-        units.append(_unit(block, block=block, parameters=20, recompute=True))
-        units.append(_unit(f"{block}.mlp", block=block, splits=4, sharded_splits=3, recompute=True))
+        units.append(_unit(block, block=block, parameters=20, recompute=Recompute.FULL))
+        units.append(_unit(f"{block}.mlp", block=block, splits=4, sharded_splits=3, recompute=Recompute.FULL))
     units.append(_unit("blocks.3", block="blocks.3", parameters=120, mode="replicate"))
     return Plan(
         version=PLAN_VERSION,
@@ -68,8 +69,8 @@ def plan() -> Plan:
         ),
         certificate=Certificate("optimal", 32.0, 0.0, 32.0, 3, 5, 0.7, 12, 340),
         baselines=(
-            Baseline("data parallel", False, False, 0, 1, 0.0, 0.0, 90 * GIB),
-            Baseline("fully sharded", True, True, 2, 2, 20.0, 1.6, 25 * GIB),
+            Baseline("data parallel", Recompute.NONE, False, 0, 1, 0.0, 0.0, 90 * GIB),
+            Baseline("fully sharded", Recompute.FULL, True, 2, 2, 20.0, 1.6, 25 * GIB),
         ),
         units=tuple(units),
     )

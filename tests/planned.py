@@ -20,8 +20,16 @@ from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan, PlanUnit, unpriced_plan
+from osdp.recompute import Recompute
 from osdp.runtime.split import SplitOperator
 from osdp.sharding import REPLICATE, Scope
+
+
+def how(recompute: bool | Recompute) -> Recompute:
+    """Tests that know two ways say True for full."""
+    if isinstance(recompute, Recompute):
+        return recompute
+    return Recompute.FULL if recompute else Recompute.NONE
 
 
 def plan_by_hand(
@@ -30,7 +38,7 @@ def plan_by_hand(
     *,
     modes: Sequence[str],
     granularity: str = WHOLE,
-    recompute: Sequence[bool] = (False,),
+    recompute: Sequence[bool | Recompute] = (False,),
     splits: Sequence[tuple[int, int]] = ((1, 1),),
     precision: str = "fp32",
     reduce_dtype: str = "fp32",
@@ -51,7 +59,11 @@ def plan_by_hand(
     for index, stage in enumerate(shapes.graph.stages):
         known = {shape.granularity for shape in shapes.of(index)}
         wanted = next(g for g in (granularity, WHOLE, OPERATORS) if g in known)
-        chosen.append(Shape(wanted, next(again) if stage.is_block else any(recompute)))
+        shape = Shape(wanted, how(next(again) if stage.is_block else any(recompute)))
+        selective = shape.recompute is Recompute.SELECTIVE
+        if selective and shape not in shapes.of(index):  # parts of blocks, and what lies outside them
+            shape = Shape(wanted, Recompute.FULL)
+        chosen.append(shape)
     layout = shapes.layout(chosen)
     mode, split, once, two = cycle(modes), cycle(splits), cycle(reduce_once), cycle(two_levels)
     cluster = Cluster.parse(f"{world}x{device}")
@@ -91,7 +103,7 @@ def plan_of_units(
             mode=mode,
             splits=1,
             sharded_splits=1,
-            recompute=names[0] in recompute,
+            recompute=how(names[0] in recompute),
             reduce_once=False,
             two_levels=False,
             parameters=held[names],

@@ -15,6 +15,7 @@ from osdp.cost.layout import Shape, Shapes
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.planfile import Baseline
+from osdp.recompute import Recompute
 
 MODES = dict(WAYS)
 
@@ -54,22 +55,22 @@ def test_cost_and_largest_batch(word: str, memory: str) -> None:
 def test_what_does_not_fit_is_flagged() -> None:
     cluster = machines("8xCPU", "500KiB")
     by_name = {(b.name, b.recompute): b for b in found(cluster)}
-    for again in (False, True):
+    for again in Recompute:
         replicated = by_name["DDP", again]
         assert not replicated.feasible
         assert (replicated.batch_size, replicated.accumulation) == (0, 0)
         assert (replicated.samples_per_second, replicated.step_seconds) == (0.0, 0.0)
         assert replicated.peak_bytes == priced(replicated, cluster, 1).timeline().peak_bytes > cluster.limit_bytes
-    assert by_name["FSDP", True].feasible
+    assert by_name["FSDP", Recompute.FULL].feasible
 
 
 def test_ways_that_differ_on_the_cluster() -> None:
     def names(word: str) -> list[str]:
         return [b.name for b in found(machines(word, "64MiB"), batch=2)]
 
-    assert names("1xCPU") == ["DDP"] * 2
-    assert names("4xCPU") == ["DDP"] * 2 + ["ZeRO-2"] * 2 + ["FSDP"] * 2
-    assert names("2x2xCPU") == names("4xCPU") + ["HSDP"] * 2
+    assert names("1xCPU") == ["DDP"] * 3
+    assert names("4xCPU") == ["DDP"] * 3 + ["ZeRO-2"] * 3 + ["FSDP"] * 3
+    assert names("2x2xCPU") == names("4xCPU") + ["HSDP"] * 3
 
 
 def test_a_fixed_batch_is_kept() -> None:
@@ -102,8 +103,8 @@ def test_with_a_global_batch_the_peak_of_what_does_not_fit_is_its_smallest() -> 
 
 def test_recompute_trades_speed_for_room() -> None:
     cluster = replace(machines("4xCPU", "3MiB"), overlap=False)
-    plain, again = (b for b in found(cluster) if b.name == "FSDP")
-    assert again.batch_size > plain.batch_size
+    plain, selective, full = (b for b in found(cluster) if b.name == "FSDP")
+    assert full.batch_size > selective.batch_size > plain.batch_size
     at_once = {b.recompute: b for b in found(cluster, batch=1) if b.name == "FSDP"}
-    assert at_once[True].step_seconds > at_once[False].step_seconds
-    assert at_once[True].peak_bytes < at_once[False].peak_bytes
+    seconds, peaks = ([getattr(at_once[how], name) for how in Recompute] for name in ("step_seconds", "peak_bytes"))
+    assert seconds == sorted(set(seconds)) and peaks == sorted(set(peaks), reverse=True)

@@ -15,6 +15,7 @@ from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.tuning.calibrate import Factors, MeasuredStep, calibrate, corrected
 
 CLUSTER = replace(
@@ -28,7 +29,7 @@ WAYS = [(mode, batch) for mode in ("replicate", "keep", "free") for batch in (1,
 
 @cache
 def plan_of(mode: str, batch: int) -> Plan:
-    rules = Rules(modes=(mode,), split=False, recompute=False)
+    rules = Rules(modes=(mode,), split=False, recompute=(Recompute.NONE,))
     return plan_graph(captured("gpt", "fp32"), CLUSTER, Training.of("fp32"), rules, batch=batch)
 
 

@@ -24,6 +24,7 @@ from osdp.model.source import ModelSource, load_model
 from osdp.model.stages import CaptureError
 from osdp.model.structure import own_blocks
 from osdp.model.trace import RawTrace, run_trace
+from osdp.recompute import Recompute
 
 S, IN, HIDDEN, OUT = 5, 8, 24, 3  # tokens in a sample, and widths
 BF16 = 2
@@ -241,7 +242,7 @@ def test_where_no_line_fits_the_graph_is_of_one_batch() -> None:
 # ---- growth with the batch, recompute, depth
 
 
-def raw_trace(model: ModelSource, batch: int, *, recompute: bool = False) -> RawTrace:
+def raw_trace(model: ModelSource, batch: int, *, recompute: Recompute = Recompute.NONE) -> RawTrace:
     """One step at a batch size, traced at full depth and read by nobody."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = model.inputs(batch)
@@ -252,7 +253,7 @@ def raw_trace(model: ModelSource, batch: int, *, recompute: bool = False) -> Raw
         blocks = own_blocks(fake)
         again = [fake.get_submodule(block) for block in blocks] if recompute else []
         watched = runs.watched(fake, blocks)
-        return run_trace(fake, args, kwargs, loss=model.loss, watched=watched, recompute=again)
+        return run_trace(fake, args, kwargs, loss=model.loss, watched=watched, recompute=again, how=recompute)
 
 
 def joined(traces: list[Trace], batch: int) -> tuple[list[int], int]:
@@ -269,11 +270,12 @@ def test_a_full_trace_at_another_batch_has_the_same_levels(name: str) -> None:
     assert end == raw.end_live
 
 
+@pytest.mark.parametrize("how", [Recompute.SELECTIVE, Recompute.FULL])
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt2", "t5"])
-def test_joined_recomputed_stages_equal_a_recomputed_run(name: str) -> None:
+def test_joined_recomputed_stages_equal_a_recomputed_run(name: str, how: Recompute) -> None:
     graph, batch = captured(name), 4
-    raw = raw_trace(source(name), batch, recompute=True)
-    peaks, end = joined([stage.trace(True) for stage in graph.stages], batch)
+    raw = raw_trace(source(name), batch, recompute=how)
+    peaks, end = joined([stage.trace(how) for stage in graph.stages], batch)
     assert peaks == capturing._mark_peaks(raw)
     assert end == raw.end_live
 
@@ -288,7 +290,7 @@ def test_recompute_frees_what_a_checkpointed_run_frees(name: str) -> None:
     def at_turn(raw: RawTrace) -> int:
         return raw.mark_live[raw.backward_mark]
 
-    freed = at_turn(raw_trace(source(name), batch)) - at_turn(raw_trace(source(name), batch, recompute=True))
+    freed = at_turn(raw_trace(source(name), batch)) - at_turn(raw_trace(source(name), batch, recompute=Recompute.FULL))
     assert sum(gain.at(batch) for gain, _ in gains) == freed
     for stage in attending:
         again = graph.recompute_gain(stage)[1].at(batch)
@@ -306,7 +308,16 @@ def comparable(graph: ModelGraph) -> tuple[object, ...]:
         return [(s.mark, s.peak, s.end, s.flops.tolist(), s.moved.tolist()) for s in both]
 
     stages = [
-        (s.name, s.is_block, s.alike, s.operators, s.parts, segments(s.plain), segments(s.recomputed))
+        (
+            s.name,
+            s.is_block,
+            s.alike,
+            s.operators,
+            s.parts,
+            segments(s.plain),
+            segments(s.recomputed),
+            segments(s.selective),
+        )
         for s in graph.stages
     ]
     return stages, dict(graph.parameters), dict(graph.operators), graph.buffer_bytes, graph.input_bytes

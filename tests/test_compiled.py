@@ -30,6 +30,7 @@ from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
+from osdp.recompute import Recompute
 from osdp.report.page import plan_page
 from osdp.runtime import compiled
 from osdp.sharding import FREE, KEEP, REPLICATE
@@ -89,7 +90,13 @@ def on_ranks(plan: Plan) -> list[Any]:
 
 
 def test_two_ranks_train_compiled_blocks_as_one_process_does_and_compile_once() -> None:
-    made = plan_by_hand(graph(), "2", modes=(FREE, KEEP, REPLICATE), recompute=(False, True), optimizer="sgd")
+    made = plan_by_hand(
+        graph(),
+        "2",
+        modes=(FREE, KEEP, REPLICATE),
+        recompute=(False, True, Recompute.SELECTIVE, False),
+        optimizer="sgd",
+    )
     plan = replace(made, compiled=True)
     alone = model()
     truth, _, _ = trained(alone)
@@ -100,7 +107,8 @@ def test_two_ranks_train_compiled_blocks_as_one_process_does_and_compile_once() 
             torch.testing.assert_close(losses, truth, rtol=1e-5, atol=0)
             for name, true in weights.items():
                 torch.testing.assert_close(own[name], true, rtol=1e-4, atol=1e-6, msg=name)
-            assert graphs[0] == graphs[-1] == 1  # four blocks, recomputed and not, held in three modes: one graph
+            # four blocks in three modes: one graph for those recomputed and not, one for the selectively recomputed
+            assert graphs[0] == graphs[-1] == 2
             assert peak <= planned
 
 

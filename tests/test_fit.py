@@ -18,6 +18,7 @@ from osdp.errors import DoesNotFit, Remedy
 from osdp.infeasible import nothing_fits, smallest_timeline
 from osdp.model.capture import capture
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.sharding import FREE, REPLICATE
 
 MODEL = "gpt-tiny"
@@ -140,7 +141,7 @@ def test_a_global_batch_is_priced_as_it_would_be_accumulated() -> None:
 
 
 def test_a_shorter_sequence_fits() -> None:
-    cluster, rules = resolve("4xCPU", "8MiB"), Rules(modes=(FREE,), recompute=False, split=False)
+    cluster, rules = resolve("4xCPU", "8MiB"), Rules(modes=(FREE,), recompute=(Recompute.NONE,), split=False)
     error = refused(cluster, rules=rules, batch=6)
     promised, match = remedy(error, r"sequences of about (\d+) instead of 64")
     assert promised.estimate and promised.peak_bytes <= cluster.limit_bytes

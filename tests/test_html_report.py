@@ -62,7 +62,7 @@ def test_the_usual_ways_have_the_figures_of_the_plan_file() -> None:
     shown = page().ways[1:]
     assert len(shown) == len(plan.baselines) >= 6
     for way, baseline in zip(shown, plan.baselines, strict=True):
-        assert way.name.startswith(baseline.name) and way.name.endswith("recompute") == baseline.recompute
+        assert way.name.startswith(baseline.name) and way.name.endswith("recompute") == bool(baseline.recompute)
         assert way.fits == baseline.feasible
         if baseline.feasible:
             assert way.step_seconds == pytest.approx(baseline.step_seconds)

@@ -15,7 +15,7 @@ ALLOWED = {
     "cluster": ("osdp.cluster", "osdp.engine", "osdp.errors", "osdp.files"),
     "cost": (
         *("osdp.cost", "osdp.search", "osdp.cluster", "osdp.model.graph", "osdp.model.kernels"),
-        *("osdp.planfile", "osdp.plan_check", "osdp.sharding", "osdp.engine", "osdp.errors"),
+        *("osdp.planfile", "osdp.plan_check", "osdp.recompute", "osdp.sharding", "osdp.engine", "osdp.errors"),
     ),
 }
 WITHOUT_TORCH = (
@@ -24,6 +24,7 @@ WITHOUT_TORCH = (
     "cost",
     "planfile.py",
     "sharding.py",
+    "recompute.py",
     "engine.py",
     "batching.py",
     "baselines.py",

@@ -17,6 +17,7 @@ from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
+from osdp.recompute import Recompute
 
 TIMES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=5)
 RULES = Rules(split=False)
@@ -42,7 +43,7 @@ def timed(cluster: Cluster, model: str, **curve: tuple[float, ...]) -> Cluster:
 
 
 def _traces(stage):
-    return [stage.plain] if stage.recomputed is None else [stage.plain, stage.recomputed]
+    return [trace for trace in (stage.plain, stage.recomputed, stage.selective) if trace is not None]
 
 
 @given(TIMES, st.integers(1, 40), st.integers(0, 40))
@@ -69,7 +70,7 @@ def test_a_step_takes_what_was_timed() -> None:
     plain = replace(Cluster.parse("2xCPU"), memory_bytes=1 << 30)
     cluster = timed(plain, "gpt", f=(1.0, 2.0, 4.0), b=(3.0, 6.0, 12.0))
     cluster = replace(cluster, optimizers=(TimedOptimizer("adamw", 0.5, 1e-30),))
-    found = plan_graph(model, cluster, training, replace(RULES, recompute=False), batch=2)
+    found = plan_graph(model, cluster, training, replace(RULES, recompute=(Recompute.NONE,)), batch=2)
     time = step_graph_of(found, model).time()
     assert time.compute == pytest.approx(len(model.stages) * 8.0)
     assert time.optimizer == pytest.approx(0.5 * len(model.parameters))
@@ -92,7 +93,7 @@ def test_a_profile_up_to_where_the_rate_settles_ranks_plans_rightly() -> None:
     """A small batch as it is against a large recomputed one: by times of 1, 2 and 4 samples the small one wins."""
     model, training = captured("gpt", "fp32"), Training.of("fp32")
     replicas = replace(RULES, modes=("replicate",))
-    ways = (replace(replicas, recompute=False), 6), (replace(replicas, only_recompute=True), 23)
+    ways = (replace(replicas, recompute=(Recompute.NONE,)), 6), (replace(replicas, recompute=(Recompute.FULL,)), 23)
     cluster = replace(Cluster.parse("2x2xCPU"), memory_bytes=1 << 30)
     cluster = replace(cluster, network=replace(cluster.network, bytes_per_second=1e6))
 

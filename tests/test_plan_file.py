@@ -16,6 +16,7 @@ from osdp.cluster import Cluster
 from osdp.cost.units import SLICES
 from osdp.errors import UsageError
 from osdp.planfile import MOST_SPLITS, PLAN_VERSION, Plan, PlanUnit
+from osdp.recompute import Recompute
 from osdp.sharding import MODES
 
 
@@ -96,6 +97,7 @@ def test_other_versions_are_refused(plan: Plan, version: object) -> None:
         ("units.1.splits", 17, r"plan\.units\[1\]\.splits is 17 but must be a whole number of at most 16"),
         ("units.1.modules", "blocks.0", r"plan\.units\[1\]\.modules is 'blocks\.0'"),
         ("units.1.recompute", 1, r"plan\.units\[1\]\.recompute is 1"),
+        ("units.1.recompute", "some", r"plan\.units\[1\]\.recompute is 'some' but must be one of the known values"),
         ("units.1.mode", "shard", r"unit 'blocks.0' has the unknown mode 'shard'; the modes are replicate, keep, free"),
         ("units.1.colour", "red", r"plan\.units\[1\] has an unknown field 'colour'"),
         ("cluster", "8xA100", r"the plan's cluster is missing"),
@@ -115,11 +117,19 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "no sharded slice": ({"sharded_splits": 0}, "has mode free but no sharded slice"),
     "a unit outside its block": ({"block": "blocks.1"}, "unit 'blocks.0' is not in its block, 'blocks.1'"),
     "recompute without a block": ({"block": None}, "unit 'blocks.0' is recomputed but in no block"),
-    "a block recomputed in part": ({"recompute": False}, "is recomputed in some of its units but not in all"),
+    "a block recomputed in part": ({"recompute": "none"}, "is recomputed in some of its units but not in all alike"),
+    "selective in parts": ({"recompute": "selective"}, "is recomputed in some of its units but not in all alike"),
     "another name": ({"name": "blocks.9"}, "unit 'blocks.9' is not named after its first module, 'blocks.0'"),
     "a module of another unit": ({"modules": ["blocks.0", "embed"]}, "module 'embed' is in two units"),
     "two levels": ({"two_levels": True}, "is exchanged on two levels, which free on 2x4xA100-40GB is not"),
 }
+
+
+def test_selective_recompute_is_of_whole_blocks_only(plan: Plan) -> None:
+    document = _changed(plan.to_dict(), "units.7.recompute", "selective")
+    assert Plan.from_dict(document).units[7].recompute is Recompute.SELECTIVE
+    with pytest.raises(UsageError, match=r"'blocks\.3' is a part or in slices, and only whole blocks are recomputed"):
+        Plan.from_dict(_changed(document, "units.7.splits", 2))
 
 
 @pytest.mark.parametrize("change", CHANGES)

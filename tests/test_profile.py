@@ -43,6 +43,7 @@ from osdp.profiling.line_fit import Point, fit, least_squares, settled
 from osdp.profiling.rounds import LEAST_ROUNDS, Rounds, TimedLine, typical
 from osdp.profiling.stack import Passes, Stack
 from osdp.profiling.stages import StageRounds, larger_batch, rising
+from osdp.recompute import Recompute
 from osdp.training.rank_job import RankJob
 from osdp.training.world import started
 
@@ -324,7 +325,7 @@ def test_a_plan_with_a_profile_predicts_what_was_timed(tmp_path: Path) -> None:
     assert cluster.device.matmul_efficiency == 1.0
 
     graph = _graph(load_model("tiny_lm:build"))
-    plan = plan_graph(graph, cluster, Training.of("fp32", "sgd"), Rules(recompute=False), batch=2)
+    plan = plan_graph(graph, cluster, Training.of("fp32", "sgd"), Rules(recompute=(Recompute.NONE,)), batch=2)
     timed = [cluster.timed_stage(stage.plain.signature) for stage in graph.stages]
     expected = sum(each.forward_seconds[1] + each.backward_seconds[1] for each in timed if each is not None)
     assert None not in timed and plan.predicted.time_parts["compute"] == pytest.approx(expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from osdp.recompute import Recompute
 from osdp.runtime.recompute import State, recompute
 
 
@@ -24,10 +25,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("share_draws", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_recomputed_block_draws_what_it_drew(dropout: float, share_draws: bool) -> None:
+@pytest.mark.parametrize("how", [Recompute.SELECTIVE, Recompute.FULL])
+def test_a_recomputed_block_draws_what_it_drew(how: Recompute, dropout: float, share_draws: bool) -> None:
     expected = gradients(blocks(dropout))
     model = blocks(dropout)
-    recompute(list(model), share_draws=share_draws)
+    recompute([(block, how) for block in model], share_draws=share_draws)
     assert all(map(torch.equal, gradients(model), expected)) and len(expected) == 8
     after = torch.get_rng_state()
     gradients(blocks(dropout))
@@ -45,7 +47,7 @@ def test_blocks_that_draw_nothing_share_one_state(dropout: float, states: int) -
 
     before = held()
     model = blocks(dropout)
-    recompute(list(model), share_draws=True)
+    recompute([(block, Recompute.FULL) for block in model], share_draws=True)
     loss = model(torch.ones(4, 8)).sum()
     assert held() - before == states
     loss.backward()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from osdp.errors import DoesNotFit, Remedy
 from osdp.planfile import Plan, PlanUnit
+from osdp.recompute import Recompute
 from osdp.report.catalogue import device_rows, model_rows
 from osdp.report.graph_page import GraphPage, Tally, graph_page
 from osdp.report.grouping import below, label_of
@@ -47,7 +48,7 @@ def test_blocks_with_the_same_choices_are_one_group_with_its_units(plan: Plan) -
     assert first.recompute
     assert first.units == (UnitRow("", "free", 1, 1, False, False, 20), UnitRow("mlp", "free", 4, 3, False, False, 100))
     assert first.parameters == 120
-    assert (last.names, last.recompute) == (("blocks.3",), False)
+    assert (last.names, last.recompute) == (("blocks.3",), Recompute.NONE)
     assert last.units == (UnitRow("", "replicate", 1, 1, False, False, 120),)
 
 
@@ -56,7 +57,7 @@ def test_blocks_with_the_same_choices_are_one_group_with_its_units(plan: Plan) -
     [
         {"mode": "keep"},
         {"splits": 2},
-        {"recompute": True},
+        {"recompute": Recompute.FULL},
         {"reduce_once": True},
         {"two_levels": True},
         {"parameters": 101},
@@ -296,7 +297,7 @@ def test_the_plans_page_says_what_matters(plan: Plan) -> None:
         "micro-batch 3 × accumulation 2 × 8 devices = global batch 48",
         "30.0 GiB of 40.0 GiB (75 %)",
         "peak at blocks.2.mlp in backward",
-        "blocks.0 … blocks.2 (3) yes 120 each",
+        "blocks.0 … blocks.2 (3) full 120 each",
         "mlp free 4, 1 replicate",
         "data parallel – – does not fit",
         "1.60×",

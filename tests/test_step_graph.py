@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from planned import how
 from small_models import captured
 
 from osdp.api import plan_graph, resolve
@@ -38,7 +39,7 @@ def built(
 ) -> StepGraph:
     graph = captured(model)
     shapes = Shapes(graph)
-    chosen = [Shape(granularity if s.is_block else OPERATORS, recompute and s.is_block) for s in graph.stages]
+    chosen = [Shape(granularity if s.is_block else OPERATORS, how(recompute and s.is_block)) for s in graph.stages]
     layout = shapes.layout(chosen)
     options = [Option(modes[i % len(modes)], reduce_once=once, two_levels=two_levels) for i in range(len(layout.units))]
     training = replace(Training.of(), accumulation=accumulation)

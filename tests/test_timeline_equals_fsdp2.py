@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from planned import how
 from small_models import captured, source
 
 from osdp.api import plan_units
@@ -32,6 +33,7 @@ from osdp.model.runs import watched
 from osdp.model.structure import own_blocks
 from osdp.model.trace import RawTrace
 from osdp.planfile import Plan, unpriced_plan
+from osdp.recompute import Recompute
 from osdp.runtime.dryrun import dry_run
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
@@ -43,6 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor.*")
 SCALARS = 8  # the loss and its gradient, fp32
 BATCH = 2
 NONE, ALL, ALTERNATING = (False,), (True,), (True, False)
+SELECTIVE, MIXED = (Recompute.SELECTIVE,), (Recompute.SELECTIVE, False, True, Recompute.SELECTIVE)
 EVERY_MODE = (FREE, KEEP, REPLICATE, FREE_TO_NODE, FREE_IN_NODE, KEEP_IN_NODE)
 
 STEPPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -64,7 +67,7 @@ class Case:
     modes: tuple[str, ...] = (FREE,)
     model: str = "gpt"
     granularity: str = WHOLE
-    recompute: tuple[bool, ...] = NONE
+    recompute: tuple[bool | Recompute, ...] = NONE
     precision: str = "bf16"
     reduce_dtype: str | None = None
     optimizer: str = "adamw"
@@ -113,7 +116,7 @@ def laid_out(case: Case) -> tuple[Layout, list[Option]]:
             assert wanted == case.granularity, f"{stage.name} has no {case.granularity}: it has {known}"
         again = case.recompute[block % len(case.recompute)] if stage.is_block else any(case.recompute)
         block += stage.is_block
-        chosen.append(Shape(wanted, again))
+        chosen.append(Shape(wanted, how(again)))
     layout = shapes.layout(chosen)
     modes, once, splits = cycle(case.modes), cycle(case.reduce_once), cycle(case.splits)
     two_levels = cycle((case.cluster.has_two_levels, False))
@@ -231,6 +234,12 @@ GRANULARITY_CASES = [
     Case(granularity=OPERATORS),
     Case((KEEP, FREE_TO_NODE, REPLICATE), granularity=OPERATORS),
     Case(EVERY_MODE, granularity=OPERATORS, recompute=ALTERNATING),
+    Case(recompute=SELECTIVE),
+    Case(EVERY_MODE, recompute=MIXED),
+    Case(EVERY_MODE, recompute=MIXED, device="CPU"),
+    Case((KEEP, FREE), model="llama", recompute=MIXED, accumulation=2),
+    Case((FREE, KEEP), model="bert", recompute=SELECTIVE),
+    Case((FREE, KEEP, REPLICATE), model="vit", precision="fp32", recompute=MIXED),
     Case(model="llama", granularity=PARTS),
     Case((FREE, KEEP, REPLICATE), model="llama", granularity=PARTS),
     Case(EVERY_MODE, model="llama", granularity=PARTS, recompute=ALTERNATING),

@@ -31,6 +31,7 @@ import osdp
 from osdp.cost.units import GRANULARITIES, OPERATORS, PARTS, WHOLE
 from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
 
 STEPS, BATCH, LEARNING_RATE = 3, 12, 1e-4
@@ -126,7 +127,7 @@ def check(name: str, world: str, plans: Sequence[Plan], engine: Engine = ASYNC_G
 def mixed_plans(name: str, world: str) -> list[Plan]:
     """One plan a granularity: all modes, so that over the three every unit has several; slices; recompute."""
     splits = (((2, 1), (3, 3)), ((2, 2), (1, 1), (3, 1)), ((4, 2), (1, 1), (2, 2), (3, 0)))
-    recompute = ((True, False), (False,), (False, True))
+    recompute = ((Recompute.SELECTIVE, True, False), (False,), (False, True))
     return [
         plan_by_hand(
             graph_of(name),

@@ -13,16 +13,17 @@ from osdp.errors import DoesNotFit
 from osdp.infeasible import smallest_timeline
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 
 LIMIT = 1 << 34  # of memory where none is meant to bind
 WAYS = {
-    "replicate": Rules(modes=("replicate",), split=False, recompute=False),
-    "keep": Rules(modes=("keep",), split=False, recompute=False),
-    "free": Rules(modes=("free",), split=False, recompute=False),
-    "free, recomputed": Rules(modes=("free",), split=False, only_recompute=True),
-    "kept in the node": Rules(modes=("keep_in_node",), split=False, recompute=False),
-    "freed in the node": Rules(modes=("free_in_node",), split=False, recompute=False),
-    "freed to the node": Rules(modes=("free_to_node",), split=False, recompute=False),
+    "replicate": Rules(modes=("replicate",), split=False, recompute=(Recompute.NONE,)),
+    "keep": Rules(modes=("keep",), split=False, recompute=(Recompute.NONE,)),
+    "free": Rules(modes=("free",), split=False, recompute=(Recompute.NONE,)),
+    "free, recomputed": Rules(modes=("free",), split=False, recompute=(Recompute.FULL,)),
+    "kept in the node": Rules(modes=("keep_in_node",), split=False, recompute=(Recompute.NONE,)),
+    "freed in the node": Rules(modes=("free_in_node",), split=False, recompute=(Recompute.NONE,)),
+    "freed to the node": Rules(modes=("free_to_node",), split=False, recompute=(Recompute.NONE,)),
 }
 PLANNED = "planned"  # within a memory limit between the smallest peak and what replicas need
 TIGHT = "planned, tight"  # within little more than the smallest peak: slices, recompute

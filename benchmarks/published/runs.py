@@ -19,6 +19,7 @@ from osdp.cost.units import Option
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph
+from osdp.recompute import Recompute
 from osdp.sharding import FREE, KEEP
 
 HERE = Path(__file__).parent
@@ -168,7 +169,7 @@ def layout_of(run: Run, graph: ModelGraph) -> Layout:
     shapes = Shapes(graph)
 
     def chosen(index: int, plain: Shape) -> Shape:
-        again = replace(plain, recompute=True)
+        again = replace(plain, recompute=Recompute.FULL)
         return again if run.full_recompute and again in shapes.of(index) else plain
 
     return shapes.layout([chosen(index, plain) for index, plain in enumerate(shapes.plainest())])

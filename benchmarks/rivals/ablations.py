@@ -11,6 +11,7 @@ from functools import partial
 from osdp.cost.tables import Rules
 from osdp.cost.units import WHOLE
 from osdp.errors import DoesNotFit
+from osdp.recompute import Recompute
 from osdp.sharding import FREE, KEEP, MODES, REPLICATE
 
 from .data_parallel import ddp
@@ -30,8 +31,8 @@ ABLATIONS: Mapping[str, Rules] = {
     "without slices": Rules(split=False),
     "without keep": without(KEEP),
     "without replicas": without(REPLICATE),
-    "without recompute": Rules(recompute=False),
-    "recompute everywhere": Rules(only_recompute=True),
+    "without recompute": Rules(recompute=(Recompute.NONE,)),
+    "recompute everywhere": Rules(recompute=(Recompute.FULL,)),
     "without node modes": without(*NODE_MODES),
     "without two levels": Rules(two_levels=False),
     "blocks whole": Rules(granularities=(WHOLE,)),

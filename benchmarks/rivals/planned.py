@@ -7,6 +7,7 @@ import torch.distributed as dist
 import osdp
 from osdp.cost.tables import Rules
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.runtime.initialize import initialize
 from osdp.training.optimizer import optimizer_of
 
@@ -38,8 +39,7 @@ def uniform_rules(mode: str, recompute: str) -> Rules:
     return Rules(
         modes=(mode,),
         split=False,
-        recompute=recompute == FULL,
-        only_recompute=recompute == FULL,
+        recompute=(Recompute.FULL if recompute == FULL else Recompute.NONE,),
         granularities=("whole",),
         two_levels=False,
     )

@@ -34,6 +34,7 @@ from osdp.cost.layout import Shape, Shapes
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.capture import capture
 from osdp.planfile import Plan, unpriced_plan
+from osdp.recompute import Recompute
 from osdp.runtime.split import SplitOperator
 from osdp.sharding import FREE, KEEP, REPLICATE
 
@@ -50,8 +51,8 @@ def mixed_plan(model: nn.Module, example: Example) -> Plan:
         known = {shape.granularity for shape in shapes.of(index)}
         wanted = next(grain) if stage.is_block else WHOLE
         wanted = wanted if wanted in known else next(iter(known))
-        able = any(shape.recompute for shape in shapes.of(index))
-        chosen.append(Shape(wanted, able and (next(again) if stage.is_block else True)))
+        how = Recompute.FULL if not stage.is_block or next(again) else Recompute.NONE
+        chosen.append(Shape(wanted, how if Shape(wanted, how) in shapes.of(index) else Recompute.NONE))
     layout = shapes.layout(chosen)
     modes, slices = cycle((FREE, REPLICATE, KEEP)), cycle(((2, 1), (1, 1), (3, 3)))
     options = []

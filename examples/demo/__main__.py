@@ -31,6 +31,7 @@ from osdp.files import write_text
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
 from osdp.planfile import Baseline, Plan
+from osdp.recompute import Recompute
 from osdp.report.html import report_html
 from osdp.report.measurements import Measurement
 from osdp.report.page import plan_page
@@ -116,7 +117,7 @@ def planned(graph: ModelGraph, cluster: Cluster, out: Console) -> tuple[Plan, Pl
     within = replace(cluster, memory_bytes=limit, reserve_fraction=0.0)
     plan = plan_graph(graph, within, training, Rules(), global_batch=GLOBAL_BATCH)
     again = best_fsdp(plan).recompute
-    rules = Rules(modes=(FREE,), split=False, recompute=again, only_recompute=again, granularities=(WHOLE,))
+    rules = Rules(modes=(FREE,), split=False, recompute=(again,), granularities=(WHOLE,))
     return plan, plan_graph(graph, within, training, rules, global_batch=GLOBAL_BATCH)
 
 
@@ -131,7 +132,7 @@ def best_fsdp(plan: Plan) -> Baseline:
     fitting = [each for each in plan.baselines if each.name == "FSDP" and each.feasible]
     if not fitting:
         raise OsdpError(f"FSDP does not fit {format_bytes(plan.predicted.limit_bytes)}; raise MEMORY_SHARE")
-    return min(fitting, key=lambda each: each.recompute)
+    return min(fitting, key=lambda each: list(Recompute).index(each.recompute))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ them. Each has its own model, begun with the same weights, and sees the same sam
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import warnings
@@ -24,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import osdp
 from osdp.errors import OsdpError
+from osdp.model.selective import checkpointed
 from osdp.model.source import ModelSource, load_model
 from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
@@ -105,11 +104,11 @@ class Plain(Way):
     """Stock FSDP2 on every block and the rest, with the micro-batches and the recompute of the best plan like it."""
 
     def __init__(self, source: ModelSource, text: Text, best: Plan) -> None:
-        recomputed = {unit.block for unit in best.units if unit.recompute}
+        recomputed = {unit.block: unit.recompute for unit in best.units if unit.recompute}
         model = osdp.initialize(source.build_on_meta(), seed=SEED)
         for name, block in model.get_submodule("blocks").named_children():
             if f"blocks.{name}" in recomputed:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+                block.forward = checkpointed(block.forward, recomputed[f"blocks.{name}"])
             fully_shard(block)
         fully_shard(model)
         super().__init__(source, text, model, batch=best.batch_size, accumulation=best.accumulation)

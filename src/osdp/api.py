@@ -18,6 +18,7 @@ from osdp.errors import DoesNotFit, UsageError
 from osdp.infeasible import Measured, nothing_fits
 from osdp.model.graph import ModelGraph
 from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
+from osdp.recompute import AUTO, Recompute, read_recompute
 from osdp.search.batches import Candidate, Found, Seed, judged, largest_batch, search_batches, smaller_batch
 from osdp.search.problem import Problem
 from osdp.search.solve import lowest_peak, relaxed_bound
@@ -60,7 +61,7 @@ def plan(
     pin: Mapping[str, str] | Iterable[str] | None = None,
     modes: Iterable[str] | None = None,
     split: bool = True,
-    recompute: bool = True,
+    recompute: bool | str = AUTO,
     compiled: bool = False,
     loss_chunks: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
@@ -72,20 +73,22 @@ def plan(
     """Finds the plan with the most samples per second that fits the memory, and proves it.
 
     `cluster` is one, a word such as 8xA100-80GB or a file; without it the ranks that run are planned for.
-    `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
-    micro-batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
-    devices. `pin` holds units to modes by name pattern, `modes` restricts all. With `compiled`, `osdp.parallelize`
-    compiles every block, which is one unit then. With `loss_chunks`, the model computes its loss in so many chunks from
-    now on; see `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from the
-    prediction, the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak
-    and what would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
+    `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the micro-
+    batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
+    devices. `pin` holds units to modes by name pattern, `modes` restricts all. `recompute` is none, selective or full
+    for every block, or auto for the best of each. With `compiled`, `osdp.parallelize` compiles every block, which is
+    one unit then. With `loss_chunks`, the model computes its loss in so many chunks from now on; see
+    `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from the prediction, the
+    search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak and what would
+    help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
     """
     from osdp.model.capture import capture
     from osdp.runtime.consistency import by_rank_0
 
     training = Training.of(precision, optimizer, reduce_dtype, compiled=compiled, loss_chunks=loss_chunks)
     report = progress or (lambda _: None)
-    rules = Rules(modes=tuple(modes or MODES), split=split, recompute=recompute, pins=read_pins(pin) or None)
+    rules = Rules(modes=tuple(modes or MODES), split=split, pins=read_pins(pin) or None)
+    rules = replace(rules, recompute=read_recompute(recompute))
     if loss_chunks > 1:
         from osdp.losses import chunk_loss
 
@@ -258,7 +261,7 @@ class _Space:
         for candidate in self.candidates:
             size, micro = way.baseline.batch_size, way.baseline.accumulation
             inside = candidate.low <= size <= candidate.high and candidate.accumulation == micro
-            if inside and candidate.key in (None, way.uniform.recompute):
+            if inside and candidate.key in (None, bool(way.uniform.recompute)):
                 problem = candidate.make(size, size)
                 choice = self.tables(micro).uniform(problem, way.uniform)
                 if choice is not None:
@@ -366,7 +369,7 @@ def uncalled_parameters(graph: ModelGraph, layout: Layout) -> dict[str, int]:
 
 def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
     """The plan's units, in the order in which forward enters them."""
-    recomputed = {shaped.stage.name for shaped in layout.shaped if shaped.shape.recompute}
+    recomputed = {shaped.stage.name: shaped.shape.recompute for shaped in layout.shaped if shaped.stage.is_block}
     rows = sorted(
         zip(layout.units, options, layout.places, strict=True),
         key=lambda row: (row[2].enter is None, row[2].enter or 0),
@@ -379,7 +382,7 @@ def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
             mode=option.mode,
             splits=option.slices,
             sharded_splits=0 if option.mode == REPLICATE else option.sharded,
-            recompute=unit.block in recomputed,
+            recompute=Recompute.NONE if unit.block is None else recomputed[unit.block],
             reduce_once=option.reduce_once,
             two_levels=option.two_levels,
             parameters=unit.numel,

@@ -14,6 +14,7 @@ from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, modes_for
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Baseline
+from osdp.recompute import Recompute
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
 from osdp.sharding import FREE, FREE_IN_NODE, KEEP, REPLICATE, ShardingMode
 
@@ -29,9 +30,15 @@ class Way:
 
 
 def baselines(graph: ModelGraph, cluster: Cluster, training: Training, batching: Batching) -> tuple[Way, ...]:
-    """Every way that differs on this cluster, with and without recompute."""
+    """Every way that differs on this cluster, without recompute, with selective and with full."""
     prices = Prices(graph, cluster, training)
-    again = (False, True) if any(stage.recomputed for stage in graph.stages) else (False,)
+    blocks = graph.blocks
+    able = {
+        Recompute.NONE: True,
+        Recompute.SELECTIVE: any(stage.selective for stage in blocks),
+        Recompute.FULL: any(stage.recomputed for stage in blocks),
+    }
+    again = [how for how, is_able in able.items() if is_able]
     ways = [(name, mode) for name, mode in WAYS if mode in modes_for(cluster)]
     return tuple(_best(prices, batching, name, mode, recompute) for name, mode in ways for recompute in again)
 
@@ -59,7 +66,7 @@ class Prices:
         self, uniform: Uniform, batch: int, accumulation: int
     ) -> tuple[Tables, Problem, tuple[StageChoice, ...]]:
         tables = self._often if accumulation > 1 else self._once
-        variant = None if tables.variants == [None] else uniform.recompute
+        variant = None if tables.variants == [None] else bool(uniform.recompute)
         limit = self.cluster.limit_bytes
         problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=variant)
         choice = tables.uniform(problem, uniform)
@@ -80,7 +87,7 @@ class Prices:
         return verdict.peak <= self.cluster.limit_bytes
 
 
-def _best(prices: Prices, batching: Batching, name: str, mode: ShardingMode, recompute: bool) -> Way:
+def _best(prices: Prices, batching: Batching, name: str, mode: ShardingMode, recompute: Recompute) -> Way:
     """The fastest over all micro-batches, gradients reduced in each or once; where none fits, the smallest peak."""
     best: tuple[float, Way] | None = None
     smallest: tuple[int, Way] | None = None
@@ -98,7 +105,7 @@ def _best(prices: Prices, batching: Batching, name: str, mode: ShardingMode, rec
 
 
 def _tried(
-    prices: Prices, batching: Batching, mode: ShardingMode, recompute: bool
+    prices: Prices, batching: Batching, mode: ShardingMode, recompute: Recompute
 ) -> Iterator[tuple[Uniform, int, int, Verdict]]:
     for micro, batch in batching.ways(prices.cluster.world_size):
         for once in (False, True) if micro > 1 else (False,):

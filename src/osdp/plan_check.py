@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from osdp.errors import UsageError
 from osdp.planfile import Plan, PlanUnit, unit_depths
+from osdp.recompute import Recompute
 from osdp.sharding import MODES, REPLICATE, Scope
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def check_plan(plan: Plan) -> None:
 def _contradictions(plan: Plan) -> Iterator[str]:
     """Where a plan's fields do not go together, in sentences without a remedy."""
     owners: dict[str, str] = {}
-    recompute: dict[str, bool] = {}
+    recompute: dict[str, Recompute] = {}
     for unit in plan.units:
         yield from _contradictions_of_unit(unit)
         for module in unit.modules:
@@ -51,7 +52,9 @@ def _contradictions(plan: Plan) -> Iterator[str]:
                 yield f"module {module!r} is in two units, {owners[module]!r} and {unit.name!r}"
             owners[module] = unit.name
         if unit.block is not None and recompute.setdefault(unit.block, unit.recompute) != unit.recompute:
-            yield f"block {unit.block!r} is recomputed in some of its units but not in all, as in {unit.name!r}"
+            yield f"block {unit.block!r} is recomputed in some of its units but not in all alike, as in {unit.name!r}"
+        if unit.recompute is Recompute.SELECTIVE and (unit.name != unit.block or unit.splits > 1):
+            yield f"unit {unit.name!r} is a part or in slices, and only whole blocks are recomputed selectively"
     for unit in plan.units if plan.compiled else ():
         if unit.block is not None and unit.name != unit.block:
             yield f"unit {unit.name!r} is a part of block {unit.block!r}, which the plan compiles as a whole"

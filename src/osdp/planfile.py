@@ -17,9 +17,10 @@ from msgspec import Meta
 from osdp.cluster import Cluster
 from osdp.errors import UsageError
 from osdp.files import convert, plain, read_json, write_json
+from osdp.recompute import Recompute
 from osdp.sharding import ShardingMode
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
 MOST_TOKENS = 1 << 24  # of a sample
 MOST_SPLITS = 16
@@ -56,7 +57,7 @@ class PlanUnit:
 
     `name` is its first module, `modules` are all (several where parameters are tied); it holds what deeper units do
     not. Of `splits` slices, `sharded_splits` are held in `mode` and the others replicated. `block` is the block it
-    belongs to, `recompute` whether that block's activations are recomputed. With `reduce_once`, gradients of several
+    belongs to, `recompute` how that block's activations are recomputed. With `reduce_once`, gradients of several
     micro-batches are reduced together after the last one. With `two_levels`, what is exchanged over all ranks goes
     across nodes and through each node in two steps.
     """
@@ -67,7 +68,7 @@ class PlanUnit:
     mode: str
     splits: Annotated[int, Meta(ge=1, le=MOST_SPLITS)]
     sharded_splits: Annotated[int, Meta(ge=0, le=MOST_SPLITS)]
-    recompute: bool
+    recompute: Recompute
     reduce_once: bool
     two_levels: bool
     parameters: Whole
@@ -136,7 +137,7 @@ class Baseline:
     """A familiar way to train, at its own best batch size under the same cost model."""
 
     name: str
-    recompute: bool
+    recompute: Recompute
     feasible: bool
     batch_size: Whole
     accumulation: Whole

@@ -18,7 +18,7 @@ from osdp.errors import DoesNotFit, OsdpError, UsageError
 from osdp.files import convert, read_toml
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
-from osdp.report.page import WORTH_IT
+from osdp.report.page import WORTH_IT, way_name
 
 SEARCH_SECONDS = 5.0  # of each plan: many are made
 MOST_DEVICES = 16_384
@@ -102,7 +102,7 @@ def best_usual(plan: Plan) -> tuple[str | None, float | None]:
     if not fitting:
         return None, None
     best = max(fitting, key=lambda each: each.samples_per_second)
-    name = f"{best.name} with recompute" if best.recompute else best.name
+    name = way_name(best.name, best.recompute)
     return name, plan.predicted.samples_per_second / best.samples_per_second
 
 

@@ -14,6 +14,7 @@ from osdp.cluster import Cluster, format_bytes, parse_bytes, parse_rate
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import PLAN_VERSION, Plan
+from osdp.recompute import AUTO, WORDS, Recompute
 from osdp.sharding import MODES
 
 if TYPE_CHECKING:
@@ -136,7 +137,18 @@ def add_restrictions(parser: argparse.ArgumentParser) -> None:
         "--modes", metavar="A,B", type=read_modes, help="use these modes only (default: all that the cluster has)"
     )
     group.add_argument("--no-split", action="store_true", help="do not split operators into slices")
-    group.add_argument("--no-recompute", action="store_true", help="do not recompute activations")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument(
+        "--recompute",
+        choices=WORDS,
+        help="of every block none, all but products and attention (selective), or all of its activations (full);"
+        " auto chooses for each (default: auto)",
+    )
+    how.add_argument("--no-recompute", action="store_true", help="the same as --recompute none")
+
+
+def asked_recompute(arguments: argparse.Namespace) -> str:
+    return Recompute.NONE.value if arguments.no_recompute else arguments.recompute or AUTO
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +239,7 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             pin=pins or None,
             modes=arguments.modes,
             split=not arguments.no_split,
-            recompute=not arguments.no_recompute,
+            recompute=asked_recompute(arguments),
             compiled=arguments.compiled,
             loss_chunks=arguments.loss_chunks,
             loss=source.loss,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.parser import Commands, add_model, checked, positive, whole
-from osdp.cli.plan import add_restrictions, pins_of
+from osdp.cli.plan import add_restrictions, asked_recompute, pins_of
 from osdp.cli.planning import add_planning, check_batch
 from osdp.cli.progress import shown_progress
 from osdp.cost.training import PRECISIONS
@@ -54,6 +54,7 @@ PLANNING = {
     "modes": "--modes",
     "no_split": "--no-split",
     "no_recompute": "--no-recompute",
+    "recompute": "--recompute",
 }
 
 
@@ -273,7 +274,7 @@ def _planner(arguments: argparse.Namespace, source: ModelSource, given: Plan | N
                 pin=pins or None,
                 modes=arguments.modes,
                 split=not arguments.no_split,
-                recompute=not arguments.no_recompute,
+                recompute=asked_recompute(arguments),
                 loss=source.loss,
                 name=arguments.model,
                 seq_len=source.seq_len,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from osdp.cli.output import print_json
 from osdp.cli.parser import Commands, add_model, output_path, positive, toml_path
-from osdp.cli.plan import add_restrictions, pins_of
+from osdp.cli.plan import add_restrictions, asked_recompute, pins_of
 from osdp.cli.planning import add_planning, check_batch
 from osdp.files import write_text
 
@@ -105,7 +105,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         pins=pins_of(arguments.pin or ()),
         modes=arguments.modes,
         split=not arguments.no_split,
-        recompute=not arguments.no_recompute,
+        recompute=asked_recompute(arguments),
         candidates=arguments.candidates,
         steps=arguments.steps,
         timeout_seconds=arguments.timeout,

@@ -25,6 +25,7 @@ from osdp.cost.units import Option
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan, PlanUnit
+from osdp.recompute import Recompute
 from osdp.search.problem import (
     Problem,
     Rows,
@@ -321,9 +322,12 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
     chosen: list[Shape] = []
     for index, stage in enumerate(graph.stages):
         mine = {unit.name for unit in plan.units if stage.is_block and unit.block == stage.name}
-        again = any(unit.recompute for unit in plan.units if unit.block == stage.name or not stage.is_block)
+        again = [unit.recompute for unit in plan.units if unit.recompute and unit.block == stage.name]
+        if not stage.is_block and any(unit.recompute for unit in plan.units):
+            again = [Recompute.FULL]
+        how = again[0] if again else Recompute.NONE
         fitting = [s for s in shapes.of(index) if not stage.is_block or _names(shapes, index, s) == mine]
-        fitting = [s for s in fitting if s.recompute == again] or ([] if stage.is_block else fitting)
+        fitting = [s for s in fitting if s.recompute is how] or ([] if stage.is_block else fitting)
         if not fitting:
             raise UsageError(
                 f"the plan's units of {stage.name} ({', '.join(sorted(mine)) or 'none'}) "

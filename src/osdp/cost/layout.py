@@ -1,7 +1,7 @@
 """Where things happen: the order of a step's visits, and the places at which each unit is used.
 
 [Note: Shape]
-A stage's shape is its granularity and whether it is recomputed. It fixes the stage's trace and its units. The places
+A stage's shape is its granularity and how it is recomputed. It fixes the stage's trace and its units. The places
 of a stage's units depend on its own shape alone, except that the first gather and the last reduction of a stage reach
 into the neighbouring visits.
 """
@@ -19,6 +19,7 @@ from osdp.cost.lifetimes import COPY, ISSUE, Places, Position
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Segment, Stage, Trace
 from osdp.planfile import backward_order
+from osdp.recompute import Recompute
 
 NOWHERE = -1
 
@@ -26,7 +27,7 @@ NOWHERE = -1
 @dataclass(frozen=True)
 class Shape:
     granularity: str
-    recompute: bool = False
+    recompute: Recompute = Recompute.NONE
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,19 @@ class Shapes:
         self._made: dict[tuple[int, Shape], ShapedStage] = {}
 
     def of(self, stage: int) -> list[Shape]:
-        recompute = (False, True) if self.graph.stages[stage].recomputed is not None else (False,)
-        return [Shape(granularity, again) for granularity in self._units[stage] for again in recompute]
+        """Selective recompute needs a block that is one unit; see [Note: Selective] in osdp.model.selective."""
+        here = self.graph.stages[stage]
+        able = {
+            Recompute.NONE: True,
+            Recompute.SELECTIVE: here.selective is not None,
+            Recompute.FULL: here.recomputed is not None,
+        }
+        return [
+            Shape(granularity, how)
+            for granularity in self._units[stage]
+            for how, is_able in able.items()
+            if is_able and (how is not Recompute.SELECTIVE or granularity == WHOLE)
+        ]
 
     def shaped(self, stage: int, shape: Shape) -> ShapedStage:
         key = stage, shape

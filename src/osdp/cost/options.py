@@ -23,6 +23,7 @@ from osdp.cost.option_seconds import option_lines
 from osdp.cost.table_rows import Slots, value_at, visit_bytes
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
+from osdp.recompute import Recompute
 from osdp.search.problem import (
     SECONDS,
     Amount,
@@ -57,7 +58,8 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
     ]
     modes = tables.rules.modes_of(unit, below, tables.cluster)
     once = (False, True) if tables.training.accumulation > 1 and unit.trained else (False,)
-    split = [slices for slices in SLICES if tables.rules.split and unit.can_split(slices)]
+    may_split = tables.rules.split and not _is_selective(layout, unit)
+    split = [slices for slices in SLICES if may_split and unit.can_split(slices)]
     found = []
     for mode, slices, o in itertools.product(modes, (1, *split), once):
         flat = _option(tables, layout, unit, places, slots, Option(mode, slices, 1, o))
@@ -67,6 +69,12 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
             faster = _option(tables, layout, unit, places, slots, option)
             found += [faster] if _seconds(faster) < _seconds(flat) else []  # it never holds less
     return found
+
+
+def _is_selective(layout: Layout, unit: Unit) -> bool:
+    """Whether the unit's block is recomputed selectively: then it is not split, see [Note: Selective]."""
+    selective = (shaped for shaped in layout.shaped if shaped.shape.recompute is Recompute.SELECTIVE)
+    return any(unit in shaped.units for shaped in selective)
 
 
 def _seconds(option: UnitOption) -> float:

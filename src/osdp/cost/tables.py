@@ -27,6 +27,7 @@ from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
+from osdp.recompute import EVERY_RECOMPUTE, Recompute
 from osdp.search.problem import (
     CrossStageUnit,
     Problem,
@@ -40,12 +41,14 @@ from osdp.sharding import MODES, ShardingMode
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be chosen: modes, splitting, recompute, granularity, exchange on two levels, and what is pinned."""
+    """What may be chosen: modes, splitting, recompute, granularity, exchange on two levels, and what is pinned.
+
+    A block that can be recomputed in none of the ways in `recompute` chooses from those it has.
+    """
 
     modes: tuple[str, ...] = MODES
     split: bool = True
-    recompute: bool = True
-    only_recompute: bool = False
+    recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE
     granularities: tuple[str, ...] | None = None
     two_levels: bool = True
     pins: Mapping[str, str] | None = None
@@ -114,14 +117,12 @@ class Tables:
     def _allowed(self, index: int) -> list[Shape]:
         stage = self.graph.stages[index]
         shapes = self.shapes.of(index)
-        if not stage.is_block:
-            allowed = [s for s in shapes if (self.rules.recompute or not s.recompute)]
-            return [s for s in allowed if s.recompute or not self.rules.only_recompute] or shapes
+        if not stage.is_block:  # what matters there is whether some block is recomputed
+            some = {bool(how) for how in self.rules.recompute}
+            return [s for s in shapes if bool(s.recompute) in some] or shapes
         wanted = self.rules.granularities
         shapes = [s for s in shapes if wanted is None or s.granularity in wanted or s.granularity == WHOLE]
-        if self.rules.only_recompute:
-            return [s for s in shapes if s.recompute] or shapes
-        return [s for s in shapes if self.rules.recompute or not s.recompute]
+        return [s for s in shapes if s.recompute in self.rules.recompute] or shapes
 
     @property
     def num_options(self) -> int:
@@ -131,7 +132,7 @@ class Tables:
     @property
     def variants(self) -> list[bool | None]:
         """Problems to search: where stages outside blocks differ once some block is recomputed, one for either case."""
-        again = {s.shaped.shape.recompute for made in self._stages for s in made if not s.shaped.stage.is_block}
+        again = {bool(s.shaped.shape.recompute) for made in self._stages for s in made if not s.shaped.stage.is_block}
         return [False, True] if True in again else [None]
 
     def problem(
@@ -164,7 +165,10 @@ class Tables:
         """The choice that holds every unit in one way; None where the problem has it not."""
         choice = []
         for table in problem.stages:
-            found = next((c for n, shape in enumerate(table.shapes) if (c := _uniform(n, shape, way))), None)
+            found = None
+            for how in (way.recompute, Recompute.NONE):  # a block that cannot be recomputed is not
+                tried = (_uniform(n, shape, replace(way, recompute=how)) for n, shape in enumerate(table.shapes))
+                found = found or next(filter(None, tried), None)
             if found is None:
                 return None
             choice.append(found)
@@ -190,7 +194,7 @@ class Uniform:
     """One way for all units: blocks are gathered whole, nothing is split; as the usual ways to train are."""
 
     mode: ShardingMode
-    recompute: bool
+    recompute: Recompute
     reduce_once: bool
 
 
@@ -294,7 +298,7 @@ class _MadeShape:
     def allowed(self, recomputed: bool | None) -> bool:
         """Whether this shape occurs where some block is recomputed, or where none is."""
         shape = self.shaped.shape
-        return recomputed in (None, shape.recompute) or (bool(recomputed) and self.shaped.stage.is_block)
+        return recomputed in (None, bool(shape.recompute)) or (bool(recomputed) and self.shaped.stage.is_block)
 
     def table(self, batch: int, time_batch: int) -> ShapeTable:
         trace = self.shaped.trace

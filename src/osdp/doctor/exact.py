@@ -18,6 +18,7 @@ import osdp
 from osdp.doctor.report import Check
 from osdp.doctor.subject import Subject
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.runtime.split import held_parameters
 from osdp.sharding import FREE, FREE_TO_NODE, MODES, REPLICATE
 from osdp.training.world import World
@@ -33,17 +34,18 @@ def variants(plan: Plan) -> Iterator[tuple[str, Plan]]:
         if mode == FREE_TO_NODE and plan.cluster.devices_per_node == 1:
             continue  # the node is the rank itself, and torch warns of it
         yield mode, _changed(plan, mode=mode)
-    yield f"{FREE}, recomputed", _changed(plan, mode=FREE, recompute=True)
+    yield f"{FREE}, recomputed", _changed(plan, mode=FREE, recompute=Recompute.FULL)
+    yield f"{FREE}, recomputed selectively", _changed(plan, mode=FREE, recompute=Recompute.SELECTIVE)
     yield f"{FREE}, in slices", _changed(plan, mode=FREE, splits=2)
     yield f"{REPLICATE}, two micro-batches", replace(_changed(plan, mode=REPLICATE), accumulation=2)
 
 
-def _changed(plan: Plan, *, mode: str, recompute: bool = False, splits: int = 1) -> Plan:
+def _changed(plan: Plan, *, mode: str, recompute: Recompute = Recompute.NONE, splits: int = 1) -> Plan:
     units = [
         replace(
             unit,
             mode=mode,
-            recompute=recompute and unit.block is not None,
+            recompute=Recompute.NONE if unit.block is None else recompute,
             splits=splits if unit.name in ("tokens", "head") and len(unit.modules) == 1 else 1,
             sharded_splits=splits if unit.name in ("tokens", "head") and len(unit.modules) == 1 else 1,
             two_levels=False,

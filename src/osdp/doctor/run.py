@@ -25,6 +25,7 @@ from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import Carrier, groups_of
 from osdp.profiling.machine import look_around
 from osdp.profiling.trial import WARM_UP_STEPS, Tried
+from osdp.recompute import Recompute
 from osdp.runtime.consistency import by_rank_0
 from osdp.training.rank_job import RankJob
 from osdp.training.world import World, started
@@ -149,7 +150,7 @@ def _plans(subject: Subject, cluster: Cluster, precision: str, modes: Sequence[s
 
     def make() -> list[Plan]:
         graph = subject.source.capture(training.precision.compute_dtype)
-        rules = [Rules(modes=(mode,), split=False, recompute=False, two_levels=False) for mode in modes]
+        rules = [Rules(modes=(mode,), split=False, recompute=(Recompute.NONE,), two_levels=False) for mode in modes]
         return [plan_graph(graph, cluster, training, each, batch=subject.samples, accumulation=1) for each in rules]
 
     return by_rank_0(make)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from osdp.cost.graph import step_graph_of
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan, PlanUnit
+from osdp.recompute import Recompute
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 # Of each mode the nearest that holds no more memory between steps.
@@ -129,10 +130,11 @@ def keep_or_free(plan: Plan) -> tuple[Plan, str | None]:
 
 def recompute_all_or_none(plan: Plan) -> tuple[Plan, str | None]:
     blocks = {unit.block: unit.recompute for unit in plan.units if unit.block is not None}
-    again = any(unit.recompute for unit in plan.units)
-    others = [block for block, own in blocks.items() if own != again]
+    again = Recompute.FULL if any(blocks.values()) else Recompute.NONE
+    others = [block for block, own in blocks.items() if own is not again]
     said = f"recompute of single blocks: all {len(blocks)} are recomputed, {len(others)} more" if others else None
-    return _with(plan, [replace(unit, recompute=again) for unit in plan.units]), said
+    units = [replace(unit, recompute=Recompute.NONE if unit.block is None else again) for unit in plan.units]
+    return _with(plan, units), said
 
 
 def blocks_in(mode: str) -> Change:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from osdp.planfile import Plan, backward_order, unit_depths
+from osdp.recompute import Recompute
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, ShardingMode
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ UNITS = [
 SHARDED_FIRST = {sharded_first}  # deeper units first; the others in their order
 BACKWARD = {backward}
 RECOMPUTED = [{recomputed}]
-REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
+{selective}REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
 
 
 def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Module:
@@ -59,7 +60,7 @@ def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Modu
     for name in RECOMPUTED:
         block = model.get_submodule(name)
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    for index in SHARDED_FIRST:
+{selective_loop}    for index in SHARDED_FIRST:
         names, mode = UNITS[index]
         modules = [model.get_submodule(name) for name in names]
         fully_shard(modules if len(modules) > 1 else modules[0], **how[mode], mp_policy=policy)
@@ -94,7 +95,8 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
     depth = unit_depths(plan.units)
     order = sorted(range(len(plan.units)), key=lambda index: -depth[plan.units[index].name])
     at = {unit.name: index for index, unit in enumerate(plan.units)}
-    blocks = dict.fromkeys(unit.block for unit in plan.units if unit.recompute and unit.block)
+    blocks = dict.fromkeys(unit.block for unit in plan.units if unit.recompute is Recompute.FULL and unit.block)
+    selective = [unit.name for unit in plan.units if unit.recompute is Recompute.SELECTIVE]
     once = [index for index, unit in enumerate(plan.units) if unit.reduce_once]
     body = _BODY.format(
         batch=plan.batch_size,
@@ -103,6 +105,8 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         sharded_first=_numbers(order),
         backward=_numbers([at[unit.name] for unit in backward_order(plan.units)]),
         recomputed=", ".join(_names(list(blocks))),
+        selective=_selective(selective),
+        selective_loop=_SELECTIVE_LOOP if selective else "",
         once=_numbers(once),
         device_type="cpu" if plan.cluster.device.name == "CPU" else "cuda",
         meshes="\n".join(f"    {name} = {text.format(**sizes)}" for name, text in _MESHES.items() if name in used),
@@ -110,6 +114,23 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         policy=_policy(plan),
     )
     return head + "\n" + body.lstrip("\n")
+
+
+_SELECTIVE_LOOP = """    for name in SELECTIVE:
+        block = model.get_submodule(name)
+        contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, SAVED)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+"""
+
+
+def _selective(blocks: Sequence[str]) -> str:
+    """The blocks that are recomputed but for what these operators put out."""
+    if not blocks:
+        return ""
+    from osdp.model.selective import KEPT  # here, because it imports torch
+
+    saved = "\n".join(f"    torch.ops.{operator}," for operator in sorted(map(str, KEPT)))
+    return f"SELECTIVE = [{', '.join(_names(blocks))}]  # but for what these put out\nSAVED = [\n{saved}\n]\n"
 
 
 def _policy(plan: Plan) -> str:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from osdp.model.stages import (
     cut_stages,
     fit_growth,
     renamed,
+    shape_of,
 )
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
 from osdp.model.trace import RawTrace
@@ -224,7 +225,7 @@ class _Taken:
     def agrees_with(self, whole: RawTrace) -> bool:
         """Whether the expanded short trace equals one capture at full depth, kernel by kernel."""
         batch = self.batches[1] + 1
-        traces = [trace for _, trace, _ in self._stages]
+        traces = [stage.plain for stage in self._stages]
         passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
         kernels = [[getattr(s, what) for segments in passes for s in segments] for what in ("flops", "moved")]
         size = np.array([1, batch])
@@ -236,24 +237,23 @@ class _Taken:
         )
 
     @cached_property
-    def _stages(self) -> list[tuple[str | None, Trace, Trace | None]]:
-        """Every stage of the full model: its block's name, its plain and its recomputed trace."""
+    def _stages(self) -> list[_Traced]:
+        """Every stage of the full model: its block's name, and its traces."""
         names = self.short.stands_for if self.short else {block: block for block in self.blocks}
         expand: dict[str, list[str]] = {}
         for name, stand_in in names.items():
             expand.setdefault(stand_in, []).append(name)
-        stages: list[tuple[str | None, Trace, Trace | None]] = []
-        for cut, again in zip(self.cuts, self.again.cuts or self.cuts, strict=True):
+        stages: list[_Traced] = []
+        for index, cut in enumerate(self.cuts):
             plain = build_trace(self.plain, cut)
-            able = self.again.trace is not None and (cut.block is None or cut.block in self.again.blocks)
-            recomputed = build_trace(self.again.trace, again) if able and self.again.trace is not None else None
+            recomputed, selective = self.again.traces(index)
             if cut.block is None:
-                differs = recomputed is not None and _shape(recomputed, "") != _shape(plain, "")
-                stages.append((None, plain, recomputed if differs else None))
+                differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")
+                stages.append(_Traced(None, plain, recomputed if differs else None, None))
                 continue
             for name in expand[cut.block]:
-                rename = cut.block, name
-                stages.append((name, renamed(plain, rename), recomputed and renamed(recomputed, rename)))
+                alike = [trace and renamed(trace, (cut.block, name)) for trace in (recomputed, selective)]
+                stages.append(_Traced(name, renamed(plain, (cut.block, name)), *alike))
         return stages
 
     def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
@@ -296,6 +296,15 @@ class _Taken:
         reached = {mark.name for mark in self.plain.marks if mark.kind == "gradient"}
         short_name = self.short.name if self.short is not None else str
         return tuple(name for name, p in parameters.items() if p.trainable and short_name(name) not in reached)
+
+
+class _Traced(NamedTuple):
+    """The traces of a stage of the full model; see `Stage`."""
+
+    block: str | None
+    plain: Trace
+    recomputed: Trace | None
+    selective: Trace | None
 
 
 def _uncalled(model: nn.Module, marks: Sequence[Mark]) -> set[nn.Parameter]:
@@ -356,15 +365,15 @@ def _operator(name: str, module: nn.Module, parameters: Mapping[str, Parameter],
 
 
 def _numbered(
-    stages: Sequence[tuple[str | None, Trace, Trace | None]],
+    stages: Sequence[_Traced],
     modules: Mapping[str, nn.Module],
     operators: Mapping[str, Operator],
 ) -> tuple[Stage, ...]:
     kinds: dict[object, int] = {}
     numbered = []
-    blocks = {name for name, _, _ in stages if name is not None}
+    blocks = {stage.block for stage in stages if stage.block is not None}
     inside = {name for block in blocks for name in operators_below(modules[block], block)}
-    for index, (block, plain, recomputed) in enumerate(stages):
+    for index, (block, plain, *others) in enumerate(stages):
         if block is None:
             entered = {s.mark.name for s in plain.forward if s.mark.kind == "enter"}
             owned = tuple(name for name in operators if name in entered and name not in inside)
@@ -373,28 +382,12 @@ def _numbered(
         else:
             owned = tuple(operators_below(modules[block], block))
             parts = tuple(find_parts(modules[block], block))
-            key = (signature(modules[block]), _shape(plain, block), _shape(recomputed, block) if recomputed else None)
+            shapes = [trace and shape_of(trace, block) for trace in (plain, *others)]
+            key = (signature(modules[block]), *shapes)
         name = block or ("start" if index == 0 else "end" if index + 1 == len(stages) else f"between.{index}")
-        numbered.append(
-            Stage(name, block is not None, kinds.setdefault(key, len(kinds)), owned, parts, plain, recomputed)
-        )
+        number = kinds.setdefault(key, len(kinds))
+        numbered.append(Stage(name, block is not None, number, owned, parts, plain, *others))
     return tuple(numbered)
-
-
-def _shape(trace: Trace, block: str) -> tuple[object, ...]:
-    """A trace without its block's name: equal for stages that are alike."""
-    return tuple(
-        (
-            s.mark.kind,
-            s.mark.name.removeprefix(block),
-            s.mark.again,
-            s.peak,
-            s.end,
-            s.flops.tobytes(),
-            s.moved.tobytes(),
-        )
-        for s in (*trace.forward, *trace.backward)
-    )
 
 
 def _tensor_bytes(tree: Any) -> int:

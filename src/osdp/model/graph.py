@@ -12,7 +12,7 @@ A step is a row of stages: the blocks in their order of execution, and what runs
 (embeddings, head, loss). A stage's trace is relative to the bytes alive at its start, so traces of stages can be
 joined in any mixture of recomputed and plain ones. A checkpoint holds its block's inputs (masks, position ids, the
 first hidden states) until backward, which frames outside the block would free sooner. So where a block is recomputed
-the stages outside blocks take their trace from the recomputed run too.
+the stages outside blocks take their trace from the recomputed run too; a selective checkpoint holds the same inputs.
 
 [Note: Growth]
 Every count is affine in the batch size: constant + per_sample · batch. Two captures give both numbers, kernel by
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from osdp.errors import UsageError
 from osdp.model.kernels import WORKSPACE_BYTES
+from osdp.recompute import Recompute
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -162,7 +163,8 @@ class Stage:
     """A block, or what runs between blocks; see [Note: Stage].
 
     `alike` numbers the kinds of stages: equal numbers have equal traces and equal operators but for their names.
-    `parts` are the modules below a block that hold several operators. `recomputed` is None where nothing differs.
+    `parts` are the modules below a block that hold several operators. `recomputed` is None where nothing differs;
+    `selective` is a block's trace where it is recomputed selectively, None where it cannot be.
     """
 
     name: str
@@ -172,8 +174,12 @@ class Stage:
     parts: tuple[str, ...]
     plain: Trace
     recomputed: Trace | None
+    selective: Trace | None = None
 
-    def trace(self, recompute: bool) -> Trace:
+    def trace(self, recompute: Recompute) -> Trace:
+        """Outside blocks it matters only whether some block is recomputed; see [Note: Stage]."""
+        if recompute is Recompute.SELECTIVE and self.selective is not None:
+            return self.selective
         if recompute and self.recomputed is not None:
             return self.recomputed
         return self.plain

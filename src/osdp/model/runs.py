@@ -27,11 +27,13 @@ from osdp.model.fake import (
     torch_says_nothing,
     without_layerdrop,
 )
+from osdp.model.graph import Trace
 from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss
-from osdp.model.stages import Cut, GrowingTrace, cut_stages, fit_growth
+from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
 from osdp.model.trace import RawTrace, run_trace
 from osdp.model.values import NOT_DROPPED, Values, fake_of
+from osdp.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,12 @@ class Runner:
     def check(self, batch: int) -> RawTrace:
         return self._run(batch, (), book_saved=False)
 
-    def recomputed(self, batch: int, blocks: Sequence[str]) -> RawTrace:
-        return self._run(batch, [self.model.get_submodule(block) for block in blocks], book_saved=False)
+    def recomputed(self, batch: int, blocks: Sequence[str], how: Recompute) -> RawTrace:
+        return self._run(batch, [self.model.get_submodule(block) for block in blocks], book_saved=False, how=how)
 
-    def _run(self, batch: int, recompute: Sequence[nn.Module], book_saved: bool) -> RawTrace:
+    def _run(
+        self, batch: int, recompute: Sequence[nn.Module], book_saved: bool, how: Recompute = Recompute.FULL
+    ) -> RawTrace:
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
@@ -94,6 +98,7 @@ class Runner:
                     loss=self.loss or output_loss,
                     watched=watched(self.model, self.blocks, self.operators),
                     recompute=recompute,
+                    how=how,
                     book_saved=book_saved,
                     cast=units_of(self.model, self.blocks),
                     input_dtype=self.dtype,
@@ -142,20 +147,51 @@ def growing(
 
 @dataclass
 class Recomputed:
-    """The trace with blocks recomputed, those blocks, and a line for every kind of block that cannot be."""
+    """The trace with blocks recomputed, those blocks, and a line for every kind of block that cannot be.
+
+    `selective` is the same of those blocks recomputed selectively; None where that does not run.
+    """
 
     trace: GrowingTrace | None = None
     cuts: list[Cut] | None = None
     blocks: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
+    selective: tuple[GrowingTrace, list[Cut]] | None = None
+
+    def traces(self, index: int) -> tuple[Trace | None, Trace | None]:
+        """Of a stage the recomputed trace and the selective one; None where there is none."""
+        if self.trace is None or self.cuts is None:
+            return None, None
+        cut = self.cuts[index]
+        if cut.block is not None and cut.block not in self.blocks:
+            return None, None
+        selective = None if self.selective is None else build_trace(self.selective[0], self.selective[1][index])
+        return build_trace(self.trace, cut), selective
 
 
 def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
     """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option."""
+    found = _try_full(run, batches, cuts)
+    if found.trace is None:
+        return found
+    blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
+    try:
+        found.selective = _recomputed(run, batches, blocks, cuts, Recompute.SELECTIVE)
+        outside = (found.traces(index) for index, cut in enumerate(cuts) if cut.block is None)
+        if any(full and other and shape_of(full, "") != shape_of(other, "") for full, other in outside):
+            found.selective = None
+            raise CaptureError("it changes what is held outside blocks")
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        found.notes.append(f"blocks are recomputed as a whole or not at all: selectively, one fails ({reason})")
+    return found
+
+
+def _try_full(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
     found = Recomputed()
     every = [cut.block for cut in cuts if cut.block is not None]
     try:
-        return _recomputed(run, batches, every, cuts)
+        return Recomputed(*_recomputed(run, batches, every, cuts, Recompute.FULL), frozenset(every))
     except Exception as error:
         kinds: dict[str, list[str]] = {}
         for block in every:
@@ -166,8 +202,9 @@ def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> R
     able: list[str] = []
     for kind, blocks in kinds.items():
         try:
-            found = _recomputed(run, batches, [*able, *blocks], cuts, notes=found.notes)
+            traced = _recomputed(run, batches, [*able, *blocks], cuts, Recompute.FULL)
             able.extend(blocks)
+            found = Recomputed(*traced, frozenset(able), found.notes)
         except Exception as error:
             found.notes.append(_cannot(kind, error))
     return found
@@ -183,10 +220,10 @@ def _recomputed(
     batches: Sequence[int],
     blocks: Sequence[str],
     cuts: Sequence[Cut],
-    notes: Sequence[str] = (),
-) -> Recomputed:
-    trace = fit_growth({batch: run.recomputed(batch, blocks) for batch in batches[:2]})
+    how: Recompute,
+) -> tuple[GrowingTrace, list[Cut]]:
+    trace = fit_growth({batch: run.recomputed(batch, blocks, how) for batch in batches[:2]})
     found = cut_stages(trace, run.blocks, run.operators)
     if found is None or [cut.block for cut in found] != [cut.block for cut in cuts]:
         raise CaptureError("its backward runs in another order")
-    return Recomputed(trace, found, frozenset(blocks), list(notes))
+    return trace, found

@@ -250,6 +250,22 @@ def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray, *, atten
     return upper_lines(trace.live[first:last][taken] + workspaces[taken] - base) if taken.any() else ()
 
 
+def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
+    """A trace without its block's name: equal for stages that are alike."""
+    return tuple(
+        (
+            s.mark.kind,
+            s.mark.name.removeprefix(block),
+            s.mark.again,
+            s.peak,
+            s.end,
+            s.flops.tobytes(),
+            s.moved.tobytes(),
+        )
+        for s in (*trace.forward, *trace.backward)
+    )
+
+
 def renamed(trace: Trace, rename: tuple[str, str]) -> Trace:
     """The same trace of another stage: a name's prefix is replaced, all numbers are shared."""
     old, new = rename

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 from osdp.model.inputs import map_tensors
 from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace
+from osdp.model.selective import checkpointed
+from osdp.recompute import Recompute
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -313,11 +314,12 @@ def run_trace(
     loss: Callable[[Any], Tensor] | None,
     watched: Mapping[str, nn.Module],
     recompute: Sequence[nn.Module] = (),
+    how: Recompute = Recompute.FULL,
     book_saved: bool = False,
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
 ) -> RawTrace:
-    """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed.
+    """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed, as `how` says.
 
     The modules in `cast` cast floating inputs to `input_dtype`, as FSDP2 does; the casts count as activations.
     """
@@ -334,7 +336,7 @@ def run_trace(
         hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
     originals = [(module, module.forward) for module in recompute]
     for module, forward in originals:
-        module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        module.forward = checkpointed(forward, how, preserve_rng_state=False)
     try:
         with recorder, hooks.saving() if book_saved else _nothing():
             recorder.mark("begin", "")

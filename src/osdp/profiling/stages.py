@@ -28,13 +28,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from osdp._torch import tree_map_only
 from osdp.cluster import TimedStage
 from osdp.errors import OsdpError, UsageError
 from osdp.model.fake import DTYPES
-from osdp.model.graph import Mark, ModelGraph
+from osdp.model.graph import Mark, ModelGraph, Stage
 from osdp.model.shorten import shortened
 from osdp.model.source import ModelSource
 from osdp.model.stages import Cut, GrowingTrace, cut_stages
@@ -42,6 +41,7 @@ from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import typical
+from osdp.recompute import Recompute
 from osdp.runtime.initialize import initialize
 from osdp.training.failures import is_out_of_memory
 
@@ -106,7 +106,7 @@ class StageRounds:
         """Times these batches, up to the first that does not fit; by default as in [Note: Batches]."""
         self._bench, self._source, self._graph = bench, source, graph
         self._subject = make_subject(source, graph, bench.device)
-        self._order = list(dict.fromkeys((False, *(stage.recomputed is not None for stage in graph.stages))))
+        self._order = [how for how in Recompute if not how or any(_has(stage, how) for stage in graph.blocks)]
         self._runs: dict[int, list[Run]] = {}
         self._taken: dict[int, list[list[NDArray[Any]]]] = {}  # by batch: of every turn, of every run
         self._passes: dict[int, float] = {}  # of the slowest rank, by batch
@@ -264,7 +264,7 @@ def _step(
     kwargs: Any,
     loss: Callable[[Any], Tensor],
     blocks: list[str],
-    again: bool,
+    again: Recompute,
 ) -> NDArray[Any]:
     """Seconds of every stage that is run, in forward and in backward."""
     watched, operators = _watched(model, blocks)
@@ -272,9 +272,7 @@ def _step(
     hooks = Hooks(clock, watched)
     checkpointed = [model.get_submodule(block) for block in blocks] if again else []
     for module in checkpointed:
-        module.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        module.forward = checkpointed(module.forward, again, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
         clock.mark("begin", "")
         scalar = loss(model(*args, **kwargs))
@@ -318,7 +316,7 @@ def _cuts(clock: Clock, blocks: list[str], operators: set[str]) -> list[Cut]:
     return [Cut(None, (0, turn), (turn, len(marks)))]
 
 
-def _of_graph(graph: ModelGraph, subject: Subject, run: NDArray[Any], again: bool) -> NDArray[Any]:
+def _of_graph(graph: ModelGraph, subject: Subject, run: NDArray[Any], again: Recompute) -> NDArray[Any]:
     """A row for every stage of the graph, from those that were run; alike ones are averaged over all that were."""
     places = _places(graph, subject)
     if max(places) + 1 != len(run):
@@ -365,21 +363,31 @@ def rising(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(statistics.fmean(run) for run in runs for _ in run)
 
 
-def _collected(graph: ModelGraph, found: Mapping[int, Mapping[bool, NDArray[Any]]]) -> list[TimedStage]:
+def _has(stage: Stage, how: Recompute) -> bool:
+    """Whether a stage has a trace of its own for this."""
+    return not how or (stage.selective if how is Recompute.SELECTIVE else stage.recomputed) is not None
+
+
+def _least_forward(how: Recompute) -> float:
+    """Of the plain forward what a recomputed backward takes beside its own kernels at least."""
+    return _LEAST_FORWARD if how is Recompute.FULL else 0.0
+
+
+def _collected(graph: ModelGraph, found: Mapping[int, Mapping[Recompute, NDArray[Any]]]) -> list[TimedStage]:
     """One entry for each signature; where the recomputed run has the plain one's kernels, the plain one's."""
     batches = tuple(found)
     timed: dict[str, TimedStage] = {}
-    for again in (False, True):
+    for again in Recompute:
         for index, stage in enumerate(graph.stages):
-            trace = stage.recomputed if again else stage.plain
-            if trace is None or trace.signature in timed:
+            trace = stage.trace(again)
+            if not _has(stage, again) or trace.signature in timed:
                 continue
             rows = [found[batch][again][index] for batch in batches]
             if again:  # a recomputed backward has a forward in it: what takes less is noise
-                plain = [found[batch][False][index] for batch in batches]
-                least = [_LEAST_FORWARD * forward + backward for forward, backward in plain]
+                plain = [found[batch][Recompute.NONE][index] for batch in batches]
+                least = [_least_forward(again) * forward + backward for forward, backward in plain]
                 rows = [(forward, max(low, backward)) for low, (forward, backward) in zip(least, rows, strict=True)]
             forward, backward = (rising([float(row[column]) for row in rows]) for column in (0, 1))
-            name = f"{stage.name}, recomputed" if again else stage.name
+            name = f"{stage.name}, {again.words}" if again else stage.name
             timed[trace.signature] = TimedStage(trace.signature, name, batches, forward, backward)
     return list(timed.values())

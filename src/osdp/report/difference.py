@@ -115,11 +115,12 @@ def _held(unit: PlanUnit | None) -> str:
     words = [unit.mode]
     if unit.splits > 1:
         words.append(f"{unit.sharded_splits} of {unit.splits} slices")
+    words += [unit.recompute.words] if unit.recompute else []
     words += [text for given, text in _FLAGS.items() if getattr(unit, given)]
     return ", ".join(words)
 
 
-_FLAGS = {"recompute": "recomputed", "reduce_once": "reduced once", "two_levels": "two levels"}
+_FLAGS = {"reduce_once": "reduced once", "two_levels": "two levels"}
 
 
 # ---- printing

@@ -43,7 +43,8 @@ def _print_explained(each: Explained, found: Explanation, out: Console) -> None:
         peak = format_bytes(way.peak_bytes) if way.chosen else f"{_sign(more)}{format_bytes(abs(more))}"
         note = "chosen" if way.chosen else "" if way.fits else "does not fit"
         slices = str(way.slices) if way.slices > 1 else EMPTY
-        table.add_row(way.mode, way.granularity, "yes" if way.recompute else EMPTY, slices, seconds, peak, note)
+        recompute = way.recompute.value if way.recompute else EMPTY
+        table.add_row(way.mode, way.granularity, recompute, slices, seconds, peak, note)
     out.print(indented(table))
 
 

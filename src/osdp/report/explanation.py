@@ -31,6 +31,7 @@ from osdp.cost.units import WHOLE, Option, modes_for
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.report.grouping import label_of
 from osdp.sharding import Scope, ShardingMode
 
@@ -48,7 +49,7 @@ class Alternative:
 
     mode: str
     granularity: str
-    recompute: bool
+    recompute: Recompute
     slices: int
     step_seconds: float
     peak_bytes: int
@@ -132,7 +133,7 @@ class Explanation:
 
 def describe(way: Alternative) -> str:
     slices = f" in {way.slices} slices" if way.slices > 1 else ""
-    return f"{way.mode}{slices}, {'recomputed' if way.recompute else 'activations saved'}, gathered {way.granularity}"
+    return f"{way.mode}{slices}, {way.recompute.words}, gathered {way.granularity}"
 
 
 def explanation(
@@ -222,7 +223,7 @@ def explained(step: StepGraph, index: int, names: tuple[str, ...]) -> Explained:
 
 
 def _shapes_of(shapes: Shapes, index: int, now: Shape, is_block: bool) -> list[Shape]:
-    """As it is, and where it is a block gathered whole, each with and without recompute."""
+    """As it is, and where it is a block gathered whole, each with every kind of recompute."""
     if not is_block:
         return [now]
     return [shape for shape in shapes.of(index) if shape.granularity in (now.granularity, WHOLE)]
@@ -245,7 +246,7 @@ def _changed(
     blocks = [each.stage.is_block for each in step.layout.shaped]
     again = any(each.recompute for each, is_block in zip(taken, blocks, strict=True) if is_block)
     for place, is_block in enumerate(blocks):  # see [Note: Stage] in osdp.model.graph
-        other = replace(taken[place], recompute=again)
+        other = replace(taken[place], recompute=Recompute.FULL if again else Recompute.NONE)
         if not is_block and other in shapes.of(place):
             taken[place] = other
     layout = shapes.layout(taken)

@@ -129,7 +129,7 @@ def _stage(stage: StageBox) -> dict[str, Any]:
     return {
         "name": stage.name,
         "is_block": stage.is_block,
-        "recompute": stage.recompute,
+        "recompute": stage.recompute.value if stage.recompute and stage.is_block else "",
         "saved": stage.saved_bytes,
         "forward": _short(stage.forward_seconds),
         "backward": _short(stage.backward_seconds),

@@ -9,6 +9,7 @@ from itertools import groupby
 from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.errors import DoesNotFit
 from osdp.planfile import Baseline, Certificate, Plan, PlanUnit
+from osdp.recompute import Recompute
 from osdp.report.grouping import below, label_of, merged
 from osdp.sharding import MODES, REPLICATE
 
@@ -41,7 +42,7 @@ class Group:
 
     names: tuple[str, ...]
     is_block: bool
-    recompute: bool
+    recompute: Recompute
     units: tuple[UnitRow, ...]
 
     @property
@@ -58,7 +59,7 @@ class BaselineRow:
     """A familiar way to train beside the plan; `ratio` is plan ÷ baseline, None where the baseline does not fit."""
 
     name: str
-    recompute: bool
+    recompute: Recompute
     batch_size: int
     accumulation: int
     samples_per_second: float
@@ -186,13 +187,19 @@ BASES = {
 WORTH_IT = 1.02  # times the best usual way: below that a plan gains little
 
 
+def way_name(name: str, recompute: Recompute) -> str:
+    """A usual way to train, as people call it."""
+    words = {Recompute.NONE: "", Recompute.SELECTIVE: " with selective recompute", Recompute.FULL: " with recompute"}
+    return name + words[recompute]
+
+
 def gain_sentence(page: PlanPage) -> str:
     """What the plan gains over the best of the usual ways."""
     fitting = [row for row in page.baselines if row.ratio is not None]
     if not fitting:
         return "no usual way to train fits" if page.baselines else ""
     best = min(fitting, key=lambda row: row.ratio or 0.0)
-    name = f"{best.name} with recompute" if best.recompute else best.name
+    name = way_name(best.name, best.recompute)
     ratio = best.ratio or 0.0
     if ratio >= WORTH_IT:
         return f"{ratio:.2f} times the best usual way, {name}"
@@ -252,15 +259,14 @@ def grouped(units: tuple[PlanUnit, ...]) -> tuple[Group, ...]:
         if block is None:
             groups.extend(Group((unit.name,), False, unit.recompute, (_unit_row(unit, None),)) for unit in rows)
         else:
-            recompute = any(unit.recompute for unit in rows)
-            groups.append(Group((block,), True, recompute, tuple(_unit_row(unit, block) for unit in rows)))
+            groups.append(Group((block,), True, rows[0].recompute, tuple(_unit_row(unit, block) for unit in rows)))
     return tuple(
         Group(tuple(name for group in alike for name in group.names), *_choices(alike[0]))
         for alike in merged(groups, key=_key)
     )
 
 
-def _choices(group: Group) -> tuple[bool, bool, tuple[UnitRow, ...]]:
+def _choices(group: Group) -> tuple[bool, Recompute, tuple[UnitRow, ...]]:
     return group.is_block, group.recompute, group.units
 
 

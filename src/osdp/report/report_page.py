@@ -22,9 +22,10 @@ from osdp.cost.time_model import compute_time, unit_work
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Certificate, Plan, PlanUnit
+from osdp.recompute import Recompute
 from osdp.report.measurements import Measurement
 from osdp.report.numbers import format_rate
-from osdp.report.page import PlanPage, plan_page
+from osdp.report.page import PlanPage, plan_page, way_name
 from osdp.report.step_picture import StepPicture, step_picture
 
 THE_PLAN = "this plan"
@@ -71,7 +72,7 @@ class StageBox:
 
     name: str
     is_block: bool
-    recompute: bool
+    recompute: Recompute
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
@@ -117,10 +118,6 @@ def report_page(plan: Plan, graph: ModelGraph, measurements: Sequence[Measuremen
         comparisons=tuple(comparisons(plan, measurements)),
         proof=proof_sentence(plan.certificate, plan),
     )
-
-
-def way_name(name: str, recompute: bool) -> str:
-    return f"{name} with recompute" if recompute else name
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _print_groups(page: PlanPage, out: Console) -> None:
 
 
 def _add_group(table: Table, group: Group) -> None:
-    recompute = "yes" if group.recompute else EMPTY
+    recompute = group.recompute.value if group.recompute else EMPTY
     total = format_count(group.parameters) + (" each" if len(group.names) > 1 else "")
     if len(group.units) == 1 and group.units[0].name in ("", *group.names):
         unit = group.units[0]
@@ -152,7 +152,7 @@ def _print_baselines(page: PlanPage, out: Console) -> None:
         else:
             batch = f"{row.batch_size}" + (f"×{row.accumulation}" if row.accumulation > 1 else "")
             cells = (batch, format_rate(row.samples_per_second), format_bytes(row.peak_bytes), f"{row.ratio:.2f}×")
-        table.add_row(row.name, "yes" if row.recompute else EMPTY, *cells)
+        table.add_row(row.name, row.recompute.value if row.recompute else EMPTY, *cells)
     out.print(indented(table))
 
 

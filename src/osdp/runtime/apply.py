@@ -33,6 +33,7 @@ from osdp.errors import UsageError
 from osdp.losses import chunk_loss
 from osdp.model.fake import without_cache
 from osdp.planfile import Plan, PlanUnit, backward_order, unit_depths
+from osdp.recompute import Recompute
 from osdp.runtime.async_comm import Reductions
 from osdp.runtime.clip import scale_to, torch_norm
 from osdp.runtime.collectives import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter
@@ -113,13 +114,7 @@ def parallelize(
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
-    blocks = sorted({unit.block for unit in plan.units if unit.recompute and unit.block})
-    if plan.compiled and dist.get_backend() != FAKE:  # before all else: hooks of FSDP2, and recompute, stay outside
-        compile_blocks([modules[block] for block in plan.blocks], device)
-    if blocks:
-        without_cache(model)
-    share_draws = device.type == "cpu" and dist.get_backend() != FAKE
-    recompute([modules[block] for block in blocks], share_draws=share_draws)
+    _checkpoint_and_compile(model, plan, modules, device)
     _shard(model, plan, pieces, meshes)
     for piece in pieces:
         for module in piece.modules:
@@ -148,6 +143,22 @@ def parallelize(
     setattr(model, _APPLIED, Applied(plan, tuple(pieces), template, recovery))
     _say_what_to_use(model)
     return model
+
+
+def _checkpoint_and_compile(
+    model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module], device: torch.device
+) -> None:
+    """Before all else, so that hooks of FSDP2 stay outside; see [Note: Compiled blocks] for the order of the two."""
+    how = {modules[unit.block]: unit.recompute for unit in plan.units if unit.recompute and unit.block}
+    if how:
+        without_cache(model)
+    is_real = dist.get_backend() != FAKE
+    share_draws = device.type == "cpu" and is_real
+    compiled = [modules[block] for block in plan.blocks] if plan.compiled and is_real else []
+    inside = {block: each for block, each in how.items() if block in compiled and each is Recompute.SELECTIVE}
+    recompute(inside.items(), share_draws=False)
+    compile_blocks(compiled, device)
+    recompute(((block, each) for block, each in how.items() if block not in inside), share_draws=share_draws)
 
 
 def _say_what_to_use(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 [Note: Compiled blocks]
 What is compiled is a block's own forward. FSDP2's hooks, which gather and reduce, are called around it, and where the
 block is recomputed, the checkpoint is around it too: it keeps the block's inputs and runs the compiled forward again.
+Where it is recomputed selectively, the checkpoint is inside: torch's partitioner then saves what the checkpoint would.
 Blocks of one class with equal shapes share one compiled graph, however they are held: parameters are its inputs.
 Nothing is compiled anew from step to step as long as inputs keep their shapes.
 
@@ -25,7 +26,7 @@ from osdp.errors import UsageError
 
 def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Lets these modules run compiled; they are compiled when they are first called."""
-    if device.type == "cpu":
+    if blocks and device.type == "cpu":
         _check_compiler()
     for block in blocks:
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

@@ -8,13 +8,16 @@ states are a few bytes on the host, and fake tensors have none: there torch's ow
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from osdp.model.selective import Contexts, checkpointed, selective_contexts
+from osdp.recompute import Recompute
 
 
 class State:
@@ -33,7 +36,12 @@ class _Draws:
     def __init__(self) -> None:
         self._last: weakref.ref[State] | None = None
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def selective_contexts(self) -> Contexts:
+        """The same, where the block is recomputed selectively."""
+        forward, again = selective_contexts()
+        return forward, _Both(self.contexts()[1], again)
+
+    def contexts(self) -> Contexts:
         """What a block's forward runs in, and what its recomputation does; called when it is entered."""
         state = State()
         last = None if self._last is None else self._last()
@@ -59,10 +67,27 @@ class _Restored(AbstractContextManager[None]):
         self._outer.pop().restore()
 
 
-def recompute(blocks: list[nn.Module], *, share_draws: bool) -> None:
-    """Lets these modules keep their inputs only, and compute again in backward; see [Note: Draws]."""
-    options = {"preserve_rng_state": False, "context_fn": _Draws().contexts} if share_draws else {}
-    for block in blocks:
-        block.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, block.forward, use_reentrant=False, **options
-        )
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, the second inside the first."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._inner.__exit__(*error)
+        finally:
+            self._outer.__exit__(*error)
+
+
+def recompute(blocks: Iterable[tuple[nn.Module, Recompute]], *, share_draws: bool) -> None:
+    """Lets these modules keep what `Recompute` says, and compute the rest again in backward; see [Note: Draws]."""
+    draws = _Draws()
+    contexts = {Recompute.FULL: draws.contexts, Recompute.SELECTIVE: draws.selective_contexts}
+    for block, how in blocks:
+        options = {"preserve_rng_state": False, "context_fn": contexts[how]} if share_draws else {}
+        block.forward = checkpointed(block.forward, how, **options)  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from osdp.model.source import ModelSource
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import Rounds
 from osdp.profiling.stages import StageRounds
+from osdp.recompute import read_recompute
 from osdp.sharding import MODES
 from osdp.training.rank_job import RankJob
 from osdp.training.run import this_cluster
@@ -39,7 +40,7 @@ class Job:
     pins: Mapping[str, str]
     modes: tuple[str, ...] | None
     split: bool
-    recompute: bool
+    recompute: str
     candidates: int
     steps: int
     timeout_seconds: float
@@ -77,7 +78,8 @@ class _Run:
         training = Training.of(precision, job.optimizer, job.reduce_dtype)
         self.rank_job.say("tracing the model")
         graph = self.source.capture(training.precision.compute_dtype, device=cluster.device, name=job.name)
-        rules = Rules(modes=job.modes or MODES, split=job.split, recompute=job.recompute, pins=dict(job.pins) or None)
+        rules = Rules(modes=job.modes or MODES, split=job.split, pins=dict(job.pins) or None)
+        rules = replace(rules, recompute=read_recompute(job.recompute))
         wanted = Wanted(training, rules, job.batch, job.global_batch, job.candidates, job.steps)
         return Tuner(self.source, graph, self._timed(cluster, graph), wanted, world).tuned(self.rank_job.say)
 

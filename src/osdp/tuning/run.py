@@ -17,6 +17,7 @@ from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.profiling.trial import Trial, try_plan
+from osdp.recompute import Recompute
 from osdp.runtime.consistency import by_rank_0
 from osdp.training.world import World
 from osdp.tuning.calibrate import Factors, MeasuredStep, calibrate, corrected
@@ -151,7 +152,7 @@ class Tuner:
                 if size >= 1:
                     yield f"batch {size}", rules, size
         batch = self.wanted.batch
-        yield "no recompute", replace(rules, recompute=False), batch
+        yield "no recompute", replace(rules, recompute=(Recompute.NONE,)), batch
         yield "no slices", replace(rules, split=False), batch
         for mode in rules.modes:
             yield f"all {mode}", replace(rules, modes=(mode,), split=False), batch

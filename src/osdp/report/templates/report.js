@@ -206,7 +206,7 @@
     data.stages.forEach((stage, i) => {
       const cell = document.createElement("button"), total = stage.units.reduce((a, u) => a + u.parameters, 0);
       cell.type = "button"; cell.tabIndex = i ? -1 : 0; cell.className = stage.is_block ? "block" : "outside";
-      cell.setAttribute("aria-label", `${stage.name}: ${[...new Set(stage.units.map((u) => u.mode))].join(", ") || "no parameters"}${stage.recompute ? ", recomputed" : ""}`);
+      cell.setAttribute("aria-label", `${stage.name}: ${[...new Set(stage.units.map((u) => u.mode))].join(", ") || "no parameters"}${stage.recompute ? `, ${stage.recompute} recompute` : ""}`);
       const svg = add(cell, "svg", { viewBox: "0 0 20 64", preserveAspectRatio: "none", "aria-hidden": "true" });
       add(svg, "rect", { width: 20, height: 64, fill: "var(--grid)" });
       let y = 0;
@@ -218,7 +218,7 @@
         for (let k = 1; k < u.splits; k++) add(svg, "line", { x1: 0, x2: 20, y1: y + (h * k) / u.splits, y2: y + (h * k) / u.splits, stroke: "var(--card)", "stroke-width": 0.8 });
         y += h;
       });
-      if (stage.recompute) { add(svg, "rect", { y: 50, width: 20, height: 14, fill: "var(--card)" }); add(svg, "text", { x: 10, y: 61.5, "text-anchor": "middle", style: "font-size:13px;fill:var(--ink)" }, "↻"); }
+      if (stage.recompute) { add(svg, "rect", { y: 50, width: 20, height: 14, fill: "var(--card)" }); add(svg, "text", { x: 10, y: 61.5, "text-anchor": "middle", style: "font-size:13px;fill:var(--ink)" }, stage.recompute === "full" ? "↻" : "½"); }
       cell.addEventListener("pointerenter", () => detail(i));
       cell.addEventListener("focus", () => detail(i));
       strip.appendChild(cell);
@@ -231,7 +231,7 @@
     const stage = data.stages[i], cells = [...$("strip").children];
     cells.forEach((cell, k) => { cell.tabIndex = k === i ? 0 : -1; cell.setAttribute("aria-current", String(k === i)); });
     const rows = stage.units.map((u) => `<tr><th scope="row">${escaped(u.name)}</th><td>${u.mode}${u.two_levels ? ", two levels" : ""}${u.reduce_once ? ", reduced once" : ""}</td><td class="num">${u.splits > 1 ? `${u.splits}${u.splits > u.sharded ? ` (${u.splits - u.sharded} replicated)` : ""}` : "–"}</td><td class="num">${count(u.parameters)}</td><td class="num">${bytes(u.held)}</td><td class="num">${bytes(u.own_peak)}</td><td class="num">${spent(u.compute)}</td><td class="num">${spent(u.gather)}</td><td class="num">${spent(u.reduce)}</td><td class="num">${spent(u.stall)}</td></tr>`).join("");
-    $("detail").innerHTML = `<h3>${escaped(stage.name)}</h3>${stage.recompute ? "Its activations are recomputed" : "Its activations are saved"}: ${bytes(Math.max(0, stage.saved))} stay after forward. Kernels take ${seconds(stage.forward)} in forward and ${seconds(stage.backward)} in backward.` + (rows ? `<div class="scroll"><table><thead><tr><th scope="col">unit</th><th scope="col">mode</th><th scope="col" class="num">slices</th><th scope="col" class="num">parameters</th><th scope="col" class="num">held always</th><th scope="col" class="num">at most</th><th scope="col" class="num">kernels</th><th scope="col" class="num">gather</th><th scope="col" class="num">reduce</th><th scope="col" class="num">waited for</th></tr></thead><tbody>${rows}</tbody></table></div>` : "");
+    $("detail").innerHTML = `<h3>${escaped(stage.name)}</h3>${{ full: "Its activations are recomputed", selective: "Its activations are recomputed but what products and attention put out" }[stage.recompute] || "Its activations are saved"}: ${bytes(Math.max(0, stage.saved))} stay after forward. Kernels take ${seconds(stage.forward)} in forward and ${seconds(stage.backward)} in backward.` + (rows ? `<div class="scroll"><table><thead><tr><th scope="col">unit</th><th scope="col">mode</th><th scope="col" class="num">slices</th><th scope="col" class="num">parameters</th><th scope="col" class="num">held always</th><th scope="col" class="num">at most</th><th scope="col" class="num">kernels</th><th scope="col" class="num">gather</th><th scope="col" class="num">reduce</th><th scope="col" class="num">waited for</th></tr></thead><tbody>${rows}</tbody></table></div>` : "");
   }
 
   // ---- what people do
