@@ -271,7 +271,8 @@ def test_every_distinct_stage_is_timed(name: str, monkeypatch: pytest.MonkeyPatc
         stages = StageRounds(bench, model, graph, batches=(1, 2, 4096), memory_bytes=8 << 20)
         Rounds(bench, [stages]).take_all()
         timed = stages.timed()
-    traces = [trace for stage in graph.stages for trace in (stage.plain, stage.recomputed) if trace is not None]
+    ways = [(stage.plain, stage.recomputed, stage.selective) for stage in graph.stages]
+    traces = [trace for each in ways for trace in each if trace is not None]
     assert {stage.signature for stage in timed.stages} == {trace.signature for trace in traces}
     assert len(timed.stages) < len(traces)
     assert timed.batches == (1, 2) and timed.stopped.startswith("batch 4096 needs about")

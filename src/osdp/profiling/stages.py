@@ -34,6 +34,7 @@ from osdp.cluster import TimedStage
 from osdp.errors import OsdpError, UsageError
 from osdp.model.fake import DTYPES
 from osdp.model.graph import Mark, ModelGraph, Stage
+from osdp.model.selective import checkpointed
 from osdp.model.shorten import shortened
 from osdp.model.source import ModelSource
 from osdp.model.stages import Cut, GrowingTrace, cut_stages
@@ -270,8 +271,8 @@ def _step(
     watched, operators = _watched(model, blocks)
     clock = Clock(bench)
     hooks = Hooks(clock, watched)
-    checkpointed = [model.get_submodule(block) for block in blocks] if again else []
-    for module in checkpointed:
+    recomputed = [model.get_submodule(block) for block in blocks] if again else []
+    for module in recomputed:
         module.forward = checkpointed(module.forward, again, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
         clock.mark("begin", "")
@@ -284,7 +285,7 @@ def _step(
         hooks.flush(model)
     finally:
         hooks.remove()
-        for module in checkpointed:
+        for module in recomputed:
             del module.forward
         model.zero_grad(set_to_none=True)
     at = clock.seconds()
