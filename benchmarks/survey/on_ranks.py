@@ -18,6 +18,7 @@ import warnings
 from datetime import timedelta
 from itertools import cycle
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,18 +197,34 @@ def sample(count: int) -> list[Architecture]:
     return turns[:count]
 
 
+def _known(path: Path | None) -> dict[str, dict[str, Any]]:
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["name"]: row for row in rows if row["equal"]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=25, help="how many (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for each (%(default)s)")
+    parser.add_argument("--only", default="", help="architectures whose name has this in it, several with commas")
+    parser.add_argument("--out", type=Path, help="a file of one JSON line for each; what is equal in it is not run again")
     options = parser.parse_args()
     warm_up()
+    wanted = [part for part in options.only.split(",") if part]
+    known = _known(options.out)
     rows = []
     for architecture in sample(options.models):
-        row = compared(architecture, options.seconds)
+        if wanted and not any(part in architecture.name for part in wanted):
+            continue
+        row = known.get(architecture.name) or compared(architecture, options.seconds)
         row["equal"] = max(row.get("loss_error", 1.0), row.get("gradient_error", 1.0)) <= TOLERANCE
         rows.append(row)
+        known[architecture.name] = row
         print(json.dumps(row), flush=True)
+        if options.out:
+            options.out.write_text("".join(json.dumps(each) + "\n" for each in known.values()))
     equal = sum(row["equal"] for row in rows)
     print(f"{equal} of {len(rows)} train on {RANKS} ranks as in one process (to {TOLERANCE:g})")
     return 0 if equal == len(rows) else 1
