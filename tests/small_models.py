@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from odd_models import LENGTH, IdleOperators, IdleTower, Stacked
+from odd_models import LENGTH, Adapters, IdleOperators, IdleTower, Stacked
 from torch import nn
 
 from osdp.cluster.device import device
@@ -120,6 +120,7 @@ def source(name: str) -> ModelSource:
     ours = {
         "gpt": gpt(),
         "stacked": odd("stacked", Stacked),
+        "adapters": odd("adapters", Adapters),
         "idle-operators": odd("idle-operators", IdleOperators),
         "idle-tower": odd("idle-tower", IdleTower),
         "gpt-untied": gpt(tied=False),

@@ -235,7 +235,7 @@ def test_where_no_line_fits_the_graph_is_of_one_batch() -> None:
     assert "grows unevenly" in captured_two(Quadratic()).assumptions[0]
     graph = captured_two(Quadratic(), batch=7)
     assert (graph.only_batch, graph.operators["up"].forward_flops.at(7)) == (7, 7 * 2 * S * IN * HIDDEN)
-    assert "different kernels at batch 1 and 3" in captured_two(Steered(), batch=4).assumptions[0]
+    assert "different kernels at batch 2 and 3" in captured_two(Steered(), batch=4).assumptions[0]
     assert captured_two().only_batch is None
 
 
@@ -336,11 +336,46 @@ def test_shortened_depth_equals_full_depth(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(capturing, "cut_stages", counted)
     short = capture(module, model.inputs, loss=model.loss)
-    assert set(traced) == {4}  # the graph really comes from the short model
-    monkeypatch.setattr(capturing, "shortened", lambda model, blocks: None)
+    assert set(traced) == {3}  # the graph really comes from the short model
+    monkeypatch.setattr(capturing, "shortened", lambda *_: None)
     full = capture(module, model.inputs, loss=model.loss)
-    assert set(traced) == {4, 9}
+    assert set(traced) == {3, 9}
     assert len(full.blocks) == 9
+    assert comparable(short) == comparable(full)
+
+
+class Turns(nn.Module):
+    """Every third of equal blocks does more: its attribute says so, or only the model's forward knows."""
+
+    def __init__(self, *, told: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(14))
+        for index, block in enumerate(self.blocks):
+            block.number = index
+            block.wide = index % 3 == 2 if told else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index % 3 < 2 else block(torch.tanh(x)) * 2
+        return x.mean()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_blocks_that_take_turns_are_cut_by_whole_periods(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 8)
+    depths: list[int] = []
+    run = capturing.Runner.plain
+
+    def counted(runner: Any, batch: int) -> Any:
+        depths.append(len(runner.blocks))
+        return run(runner, batch)
+
+    monkeypatch.setattr(capturing.Runner, "plain", counted)
+    short = capture(Turns(told=told), (x,))
+    assert max(depths) < 14
+    monkeypatch.setattr(capturing, "shortened", lambda *_: None)
+    full = capture(Turns(told=told), (x,))
+    assert depths[-1] == 14
     assert comparable(short) == comparable(full)
 
 

@@ -121,6 +121,16 @@ def test_a_trained_embedding_before_a_frozen_base() -> None:
     assert found.measured_peak_bytes == step_graph_of(plan, model).timeline().peak_bytes
 
 
+@pytest.mark.parametrize("granularity", [WHOLE, OPERATORS])
+def test_what_is_frozen_before_every_gradient_stays_until_backward_has_ended(granularity: str) -> None:
+    """The embedding and the first products: no gradient passes them, and no hook of FSDP2 frees them before."""
+    for modes, again in (((KEEP,), False), ((KEEP, FREE, REPLICATE), True), ((FREE, KEEP, REPLICATE), False)):
+        plan = plan_by_hand(graph(), "4", modes=modes, granularity=granularity, recompute=(again,))
+        found = verify(plan, graph(), build=adapted, inputs=scaled_inputs(batch(2, 0)), loss=None)
+        assert found.first_difference is None
+        assert found.measured_peak_bytes == step_graph_of(plan, graph()).timeline().peak_bytes
+
+
 def test_a_frozen_base_costs_no_states_and_no_reductions() -> None:
     trained = sum(parameter.numel for parameter in graph().parameters.values() if parameter.trainable)
     plan = osdp.plan(adapted(), batch(2, 0), "2xCPU", batch=2, precision="fp32", modes=[REPLICATE], recompute=False)

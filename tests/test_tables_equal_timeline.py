@@ -125,7 +125,7 @@ def test_where_modules_are_called_several_times() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("model", ["t5", "idle-operators", "idle-tower"])
+@pytest.mark.parametrize("model", ["t5", "idle-operators", "idle-tower", "adapters"])
 def test_where_units_are_left_when_backward_has_ended(model: str, accumulation: int) -> None:
     for cluster in ("2x2xA100-40GB", "1x3xCPU"):
         compare(tables_for(model, cluster, accumulation=accumulation), 2, seed=8, count=6)

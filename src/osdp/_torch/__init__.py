@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as Dynamic
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -41,4 +42,5 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "without_fake_mode",
+    "without_modes",
 ]

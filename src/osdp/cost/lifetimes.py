@@ -29,9 +29,10 @@ A split operator holds a slice's output beside the joined one, and in backward a
 the sum of those before it. Both grow with the batch, which units' own bytes do not.
 
 [Note: Left at the end]
-A unit none of whose inputs needs a gradient, such as an embedding, is left when backward has ended; so is a unit that
-no gradient reached at all. FSDP2 reduces that one too, with zeros that it makes then, as other ranks may have
-gradients. The result lives until the ranks have agreed that there is none; see [Note: Unused] in osdp.runtime.unused.
+A unit none of whose inputs needs a gradient, such as an embedding, is left when backward has ended; so is a frozen one
+that only frozen ones precede, and a unit that no gradient reached at all. FSDP2 reduces the latter too, with zeros that
+it makes then, as other ranks may have gradients. The result lives until the ranks have agreed that there is none; see
+[Note: Unused] in osdp.runtime.unused.
 Where a unit that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to
 hold until then: an upper bound, as a block's bytes may depend on the block alone.
 
@@ -105,6 +106,11 @@ class Places:
     late: bool = False  # of a block, but left when backward has ended; see [Note: Left at the end]
 
     @property
+    def freed(self) -> Position:
+        """Where backward frees its copy: frozen below the first gradient, when backward has ended."""
+        return self.leave_again or self.finish
+
+    @property
     def first_gradient(self) -> Position | None:
         return min((position for _, position in self.gradients), default=None)
 
@@ -165,15 +171,13 @@ def _held(
     if places.leave_again is not None:
         allocations.append(Allocation(STATES, count * states, START, END))
         allocations += _gradients(count, sizes, option, places, places.leave_again, training)
-    again = places.enter_again or places.leave_again
-    if places.leave is None or again is None:
+    if places.leave is None:
         return allocations
+    again = places.enter_again or places.freed
     if mode.is_kept:
         # Kept slices gather up while the operator runs; between the passes they are the whole unit.
-        begin, finish = (places.leave, again) if option.slices == 1 else (places.enter, places.leave_again)
-        allocations.append(
-            Allocation(GATHERED, count * sizes.gathered * compute, begin or places.leave, finish or again)
-        )
+        begin, end = (places.leave, again) if option.slices == 1 else (places.enter, places.freed)
+        allocations.append(Allocation(GATHERED, count * sizes.gathered * compute, begin or places.leave, end))
     elif mode.is_sharded_anew:
         shard = -(-sizes.gathered // cluster.devices_per_node) * compute
         allocations.append(Allocation(GATHERED, count * shard, places.leave.next(), again.next()))
@@ -278,20 +282,20 @@ def _gather(
 def _backward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Allocation]:
     mode, slices = option.mode, option.slices
     compute = training.precision.compute_bytes
-    if places.leave_again is None or _computes_in_place(mode, training):
+    if _computes_in_place(mode, training):
         return []
-    copy = sizes.gathered * compute
+    copy, freed = sizes.gathered * compute, places.freed
     if places.enter_again is None:
         return _gathered_in_vain(mode, sizes, places, training, cluster)
-    allocations = [Allocation(GATHERED, copy, places.enter_again, places.leave_again)]
+    allocations = [Allocation(GATHERED, copy, places.enter_again, freed)]
     if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
         beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)
-        allocations.append(Allocation(GATHERED, beyond_input, places.leave_again, places.leave_again.next()))
+        allocations.append(Allocation(GATHERED, beyond_input, freed, freed.next()))
     if not mode.is_kept:
         in_node = mode.is_sharded_anew
         sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
         column = 0 if in_node else _column_bytes(option, sizes, training, cluster)
-        ahead = places.leave_again  # up to where the next slice's gather is held
+        ahead = freed  # up to where the next slice's gather is held
         if slices == 2 and training.reduce_bytes >= compute:
             # of two, the one that computes beside the other's reduction has no slice after it
             ahead = places.first_gradient or ahead

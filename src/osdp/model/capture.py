@@ -8,9 +8,9 @@ model itself (a tower that the inputs do not use), the model is an operator too:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,9 @@ from osdp.model.fork_worker import ForkWorker, no_garbage_collection
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
+from osdp.model.pace import Pace
 from osdp.model.refused import refused
-from osdp.model.runs import Recomputed, Runner, growing, try_recompute
+from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_recompute
 from osdp.model.shorten import Short, shortened
 from osdp.model.stages import (
     CaptureError,
@@ -41,7 +42,6 @@ from osdp.model.structure import find_parts, operators_below, own_blocks, owns_p
 from osdp.model.trace import RawTrace
 
 _log = logging.getLogger("osdp")
-_LIKELY = 4  # the batch size of the check, where batch 1 takes kernels of its own, as in most: begun before it is known
 
 
 def capture(
@@ -66,12 +66,13 @@ def capture(
     """
     model = getattr(model, "_orig_mod", model)  # of a compiled one: its modules have the names that plans use
     refuse_own_checkpointing(model)
+    name = name or type(model).__name__
     first: Exception | None = None
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
-            asked = _Asked(model, inputs, loss, compute_dtype, batch or _own_batch(example_inputs), device)
+            asked = _Asked(model, inputs, loss, compute_dtype, batch or _own_batch(example_inputs), device, name)
             try:
-                graph = _taken(asked).graph(model, name or type(model).__name__, seq_len)
+                graph = _taken(asked).graph(model, name, seq_len)
             except Exception as error:
                 first = first or error
                 continue
@@ -114,7 +115,16 @@ class _Asked:
     dtype: str
     batch: int
     device: Device | None
+    name: str
     root_is_operator: bool = False
+
+    def watched_runner(self, mode: FakeTensorMode, short: Short | None) -> Runner:
+        """A runner that says how long it will take if that is long; see [Note: Pace]."""
+
+        def kernels() -> int | None:
+            return forward_kernels(lambda other: self.runner(other, short))
+
+        return replace(self.runner(mode, short), pace=Pace(self.name, kernels))
 
     def runner(self, mode: FakeTensorMode, short: Short | None = None) -> Runner:
         cut = short.cut if short is not None else lambda model: None
@@ -142,31 +152,48 @@ def _taken(asked: _Asked) -> _Taken:
 
 
 def _taken_as(asked: _Asked) -> _Taken:
+    """The captures of a short copy, where one capture at full depth agrees with them; else at full depth."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    short = shortened(asked.model, own_blocks(asked.model))
-    if short is not None:
+    with ForkWorker[RawTrace]() as worker:
+        worker.start(lambda: asked.runner(mode).check(CHECKED))
+        whole = cache(worker.result)
+        blocks = own_blocks(asked.model)
+        short = shortened(asked.model, blocks)
+        taken = _short_taken(asked, mode, short, whole)
+        if taken is None and short is not None:
+            taken = _short_taken(asked, mode, shortened(asked.model, blocks, _kinds(asked, whole, blocks)), whole)
+        if taken is not None:
+            return taken
         try:
-            with ForkWorker[RawTrace]() as whole:
-                started = 0
+            return _Taken.of(asked, mode, None, whole)
+        except UnevenGrowth as uneven:
+            return _Taken.at_one_batch(asked, mode, uneven)
 
-                def check(batch: int) -> None:
-                    nonlocal started
-                    if batch != started:
-                        started = batch
-                        whole.start(lambda: asked.runner(mode).check(batch))
 
-                check(_LIKELY)
-                taken = _Taken.of(asked, mode, short, check)
-                if taken.agrees_with(whole.result()):
-                    return taken
-        except _RootNeeded:
-            raise
-        except Exception:
-            pass  # full depth, below, works or says why not
+def _short_taken(
+    asked: _Asked, mode: FakeTensorMode, short: Short | None, whole: Callable[[], RawTrace]
+) -> _Taken | None:
+    """None where the short copy does not run, or the capture at full depth disagrees; see [Note: Depth]."""
+    if short is None:
+        return None
     try:
-        return _Taken.of(asked, mode, None)
-    except UnevenGrowth as uneven:
-        return _Taken.at_one_batch(asked, mode, uneven)
+        taken = _Taken.of(asked, mode, short, whole)
+        return taken if taken.agrees_with(whole()) else None
+    except _RootNeeded:
+        raise
+    except Exception:
+        return None  # full depth works or says why not
+
+
+def _kinds(asked: _Asked, whole: Callable[[], RawTrace], blocks: Sequence[str]) -> list[Hashable]:
+    """What every block ran at full depth, equal for those that ran the same; empty where that cannot be told."""
+    try:
+        trace = fit_growth({CHECKED: whole()})
+    except Exception:
+        return []
+    operators = {name for name, module in asked.model.named_modules() if owns_parameters(module)}
+    cuts = {cut.block: cut for cut in cut_stages(trace, blocks, operators) or ()}
+    return [trace.content(cuts[block]) for block in blocks] if set(blocks) <= set(cuts) else []
 
 
 @dataclass
@@ -189,12 +216,14 @@ class _Taken:
         asked: _Asked,
         mode: FakeTensorMode,
         short: Short | None,
-        check: Callable[[int], None] = lambda batch: None,
+        whole: Callable[[], RawTrace],
     ) -> _Taken:
-        """Traces the model; `check` is told the batch size for the check as soon as it is known."""
-        run = asked.runner(mode, short)
-        batches, raw = growing(run.plain, third=short is None, check=check)
-        return _Taken._read(asked, run, short, batches, raw)
+        """Traces the model; at full depth `whole` is one of the captures."""
+        run = asked.watched_runner(mode, short)
+        raw = {batch: run.plain(batch) for batch in BATCHES}
+        if short is None:
+            raw[CHECKED] = whole()
+        return _Taken._read(asked, run, short, BATCHES, raw)
 
     @staticmethod
     def at_one_batch(asked: _Asked, mode: FakeTensorMode, uneven: UnevenGrowth) -> _Taken:
@@ -224,13 +253,12 @@ class _Taken:
 
     def agrees_with(self, whole: RawTrace) -> bool:
         """Whether the expanded short trace equals one capture at full depth, kernel by kernel."""
-        batch = self.batches[1] + 1
         traces = [stage.plain for stage in self._stages]
         passes = [trace.forward for trace in traces] + [trace.backward for trace in reversed(traces)]
         kernels = [[getattr(s, what) for segments in passes for s in segments] for what in ("flops", "moved")]
-        size = np.array([1, batch])
+        size = np.array([1, CHECKED])
         return (
-            _levels(traces, batch) == (_mark_peaks(whole), whole.end_live)
+            _levels(traces, CHECKED) == (_mark_peaks(whole), whole.end_live)
             and [segment.mark for segments in passes for segment in segments] == whole.marks
             and (np.concatenate(kernels[0]) @ size).tolist() == whole.flops
             and (np.concatenate(kernels[1]) @ size).tolist() == whole.moved
@@ -240,20 +268,29 @@ class _Taken:
     def _stages(self) -> list[_Traced]:
         """Every stage of the full model: its block's name, and its traces."""
         names = self.short.stands_for if self.short else {block: block for block in self.blocks}
-        expand: dict[str, list[str]] = {}
-        for name, stand_in in names.items():
-            expand.setdefault(stand_in, []).append(name)
+        found: dict[str, _Traced] = {}
         stages: list[_Traced] = []
+
+        def expand() -> None:
+            """The blocks since the last stage outside them, each of the full model's, list by list in its order."""
+            for container in dict.fromkeys(block.rpartition(".")[0] for block in found):
+                for name, stand_in in names.items():
+                    if stand_in in found and stand_in.rpartition(".")[0] == container:
+                        _, plain, *others = found[stand_in]
+                        again = [trace and renamed(trace, (stand_in, name)) for trace in others]
+                        stages.append(_Traced(name, renamed(plain, (stand_in, name)), *again))
+            found.clear()
+
         for index, cut in enumerate(self.cuts):
             plain = build_trace(self.plain, cut)
             recomputed, selective = self.again.traces(index)
-            if cut.block is None:
-                differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")
-                stages.append(_Traced(None, plain, recomputed if differs else None, None))
+            if cut.block is not None:
+                found[cut.block] = _Traced(cut.block, plain, recomputed, selective)
                 continue
-            for name in expand[cut.block]:
-                alike = [trace and renamed(trace, (cut.block, name)) for trace in (recomputed, selective)]
-                stages.append(_Traced(name, renamed(plain, (cut.block, name)), *alike))
+            expand()
+            differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")
+            stages.append(_Traced(None, plain, recomputed if differs else None, None))
+        expand()
         return stages
 
     def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
@@ -274,7 +311,7 @@ class _Taken:
             stages=_numbered(self._stages, modules, operators),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=self._input_bytes(),
-            batches=(*self.batches[:2], self.batches[1] + 1) if len(self.batches) > 1 else self.batches,
+            batches=(*self.batches, CHECKED) if len(self.batches) > 1 else self.batches,
             seq_len=seq_len,
             assumptions=tuple(dict.fromkeys(self.notes)),
             unused=self._unused(parameters),
@@ -282,7 +319,7 @@ class _Taken:
         )
 
     def _input_bytes(self) -> Affine:
-        sizes = {batch: _tensor_bytes(self.asked.inputs(batch)) for batch in self.batches[:2]}
+        sizes = {batch: _tensor_bytes(self.asked.inputs(batch)) for batch in self.batches}
         (low, first), (high, second) = min(sizes.items()), max(sizes.items())
         slope = (second - first) // (high - low) if high > low else 0
         return Affine(first - slope * low, slope)

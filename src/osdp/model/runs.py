@@ -1,21 +1,23 @@
 """The traced runs of one fake model: plain ones at a few batch sizes, and those with blocks recomputed.
 
 [Note: Batches]
-Batches 1 and 2 draw the lines of [Note: Growth]. Where batch 1 does not run (a batch norm over one value) or takes
-kernels of its own, 2 and 3 do. Where no line fits (a contrastive loss compares every sample with every other), the
-graph is of one batch size, and plans are for that one only.
+Batches 2 and 3 draw the lines of [Note: Growth], and 4 checks them: batch 1 does not run in some models (a batch norm
+over one value), and takes kernels of its own in most. Where no line fits (a contrastive loss compares every sample with
+every other), the graph is of one batch size, and plans are for that one only.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from osdp._torch import FakeTensorMode
+from osdp._torch import FakeTensorMode, without_modes
 from osdp.cluster.device import Device
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import (
@@ -28,12 +30,17 @@ from osdp.model.fake import (
     without_layerdrop,
 )
 from osdp.model.graph import Trace
-from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss
+from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss, tensors_in
+from osdp.model.pace import Pace
 from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
-from osdp.model.trace import RawTrace, run_trace
+from osdp.model.trace import RawTrace, Recorder, run_trace
 from osdp.model.values import NOT_DROPPED, Values, fake_of
 from osdp.recompute import Recompute
+
+BATCHES = (2, 3)
+CHECKED = 4
+LENGTHS = (16, 32)  # of inputs that tell how the number of kernels grows with theirs
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Runner:
     layers_dropped: bool
     root_is_operator: bool  # see [Note: Uncalled] in capture.py
     device: Device | None
+    pace: Pace | None = None
 
     @staticmethod
     def of(
@@ -102,6 +110,7 @@ class Runner:
                     book_saved=book_saved,
                     cast=units_of(self.model, self.blocks),
                     input_dtype=self.dtype,
+                    pace=self.pace,
                 )
         trace.assumptions = [*([f"{NOT_DROPPED} (layerdrop)"] if self.layers_dropped else []), *values.assumptions]
         return trace
@@ -121,28 +130,6 @@ def units_of(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
     inside = {name for block in blocks for name in operators_below(modules[block], block)}
     outside = [m for name, m in modules.items() if name and owns_parameters(m) and name not in inside]
     return [model, *(modules[block] for block in blocks if block), *outside]
-
-
-def growing(
-    run: Callable[[int], RawTrace], *, third: bool, check: Callable[[int], None]
-) -> tuple[tuple[int, ...], dict[int, RawTrace]]:
-    """Captures at two batch sizes, `third`: and at one more; see [Note: Batches].
-
-    `check` is given a size that the lines were not drawn through: it checks them too.
-    """
-    try:
-        raw = {1: run(1)}
-    except Exception:
-        raw = {}  # batch 2 runs, or says why not
-    raw[2] = run(2)
-    differs = 1 not in raw or raw[1].marks != raw[2].marks or raw[1].mark_kernel != raw[2].mark_kernel
-    check(4 if differs else 3)
-    if differs:
-        raw.pop(1, None)
-        raw[3] = run(3)
-    if third:
-        raw[max(raw) + 1] = run(max(raw) + 1)
-    return tuple(raw), raw
 
 
 @dataclass
@@ -222,8 +209,44 @@ def _recomputed(
     cuts: Sequence[Cut],
     how: Recompute,
 ) -> tuple[GrowingTrace, list[Cut]]:
-    trace = fit_growth({batch: run.recomputed(batch, blocks, how) for batch in batches[:2]})
+    trace = fit_growth({batch: run.recomputed(batch, blocks, how) for batch in batches})
     found = cut_stages(trace, run.blocks, run.operators)
     if found is None or [cut.block for cut in found] != [cut.block for cut in cuts]:
         raise CaptureError("its backward runs in another order")
     return trace, found
+
+
+def forward_kernels(make: Callable[[FakeTensorMode], Runner]) -> int | None:
+    """The kernels of one forward, from those at two short lengths; None where inputs have no length, or it fails.
+
+    It may be called in the middle of a trace; see [Note: Pace].
+    """
+    try:
+        with without_modes(), torch_says_nothing():
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            run = make(mode)
+            given = run.inputs(BATCHES[0])
+            sizes = Counter(size for tensor in tensors_in(given) for size in tensor.shape[1:] if size > 2 * LENGTHS[1])
+            if not sizes:
+                return None
+            length = max(sizes, key=lambda size: (sizes[size], size))
+            counts = [_kernels_at(run, map_tensors(partial(_cut, length, short), given)) for short in LENGTHS]
+    except Exception:
+        return None  # then nothing is said
+    slope = (counts[1] - counts[0]) / (LENGTHS[1] - LENGTHS[0])
+    return int(counts[0] + slope * (length - LENGTHS[0]))
+
+
+def _kernels_at(run: Runner, inputs: Any) -> int:
+    with run.mode, Values(BATCHES[0]):
+        args, kwargs = map_tensors(fake_of, inputs)
+        with torch.no_grad(), kernels_of(run.device, run.model), Recorder(set()) as recorder:
+            run.model(*args, **kwargs)
+    return len(recorder.trace.live)
+
+
+def _cut(length: int, short: int, tensor: Tensor) -> Tensor:
+    for dim, size in enumerate(tensor.shape):
+        if dim and size == length:
+            tensor = tensor.narrow(dim, 0, short)
+    return tensor

@@ -1,23 +1,32 @@
 """Fewer blocks for the same model: those that a capture, or a clock, need not run.
 
 [Note: Depth]
-A deep model repeats one block. The captures run a copy in which every run of more than four equal blocks is cut to
-four, and the inner two, whose traces must be equal, stand for those left out. One capture at full depth, at a third
-batch size, checks both that and [Note: Growth], kernel by kernel; where it disagrees, or the shortened model does not
-run, every capture is taken at full depth. The check runs beside the others, on a second core: it takes as long as they.
+A deep model repeats one block, or a few in turn (five with a sliding window, then one without). The captures run a copy
+in which every such repetition is cut to its first period, one more and what comes last; the second period stands for
+those left out. The first one is needed: its blocks free what all of their kind share. Whole periods are cut, so that a
+model which looks a block's kind up by its index finds the same. One capture at full depth, at a third batch size,
+checks both that and [Note: Growth], kernel by kernel. Where it disagrees, it says which blocks are alike, and the model
+is cut again by that; where that disagrees too, or no shortened model runs, every capture is taken at full depth. The
+check runs beside the others, on a second core: it takes as long as they.
+
+[Note: Alike]
+Blocks are alike if they have the same classes and parameter shapes, and the same plain attributes (a window, a flag)
+but for those that number the blocks: different in every one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import nn
 
 from osdp.model.structure import signature
 
-_KEPT = 4  # blocks that stand for a longer run of equal ones; see [Note: Depth]
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_LONGEST_PERIOD = 16
 
 
 @dataclass(frozen=True)
@@ -45,21 +54,76 @@ class Short:
         return name
 
 
-def shortened(model: nn.Module, blocks: Sequence[str]) -> Short | None:
+def shortened(model: nn.Module, blocks: Sequence[str], kinds: Sequence[Hashable] = ()) -> Short | None:
+    """A shortening of the model; None where nothing is repeated. Blocks of equal `kinds` are alike, by default as
+    [Note: Alike] says.
+    """
+    modules = dict(model.named_modules())
+    alike = dict(zip(blocks, kinds or _kinds([modules[block] for block in blocks]), strict=True))
     stands_for: dict[str, str] = {}
     keep: dict[str, list[str]] = {}
-    modules = dict(model.named_modules())
     for container, group in groupby(blocks, key=lambda block: block.rpartition(".")[0]):
         names = list(group)
-        kept: list[str] = []
-        for _, run_of_equals in groupby(names, key=lambda block: signature(modules[block])):
-            run = list(run_of_equals)
-            chosen = run if len(run) <= _KEPT else [run[0], run[1], run[2], run[-1]]
-            base = len(kept)
-            for position, block in enumerate(run):
-                place = position if position < 3 or len(run) <= _KEPT else (3 if position + 1 == len(run) else 2)
-                stands_for[block] = f"{container}.{base + place}"
-            kept.extend(chosen)
-        if len(kept) < len(names) and len(names) == len(modules[container]._modules):
-            keep[container] = [block.rpartition(".")[2] for block in kept]
+        whole = len(names) == len(modules[container]._modules)
+        places = _places([alike[name] for name in names]) if whole else list(range(len(names)))
+        first: dict[int, str] = {}
+        for name, place in zip(names, places, strict=True):
+            stands_for[name] = f"{container}.{place}"
+            first.setdefault(place, name)
+        if len(first) < len(names):
+            keep[container] = [first[place].rpartition(".")[2] for place in sorted(first)]
     return Short(stands_for, keep) if keep else None
+
+
+def _kinds(blocks: Sequence[nn.Module]) -> list[Hashable]:
+    """What each block is, equal for those that are alike; see [Note: Alike]."""
+    shapes = [signature(block) for block in blocks]
+    plain = [dict(_attributes(block)) for block in blocks]
+    values: dict[tuple[Hashable, Hashable], list[Hashable]] = {}
+    for shape, mine in zip(shapes, plain, strict=True):
+        for key, value in mine.items():
+            values.setdefault((shape, key), []).append(value)
+    numbering = {key for key, found in values.items() if len(found) > 2 and len(set(found)) == len(found)}
+    return [
+        (shape, tuple((key, value) for key, value in mine.items() if (shape, key) not in numbering))
+        for shape, mine in zip(shapes, plain, strict=True)
+    ]
+
+
+def _attributes(block: nn.Module) -> Iterable[tuple[Hashable, Hashable]]:
+    for name, module in block.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, _PLAIN):
+                yield (name, key), (type(value), value)
+
+
+def _places(kinds: Sequence[Hashable]) -> list[int]:
+    """For every block the place, in the short list, of the one that stands for it; see [Note: Depth]."""
+    places: list[int] = []
+    base = at = 0
+    while at < len(kinds):
+        period, length = max(_repetitions(kinds[at:]), key=lambda found: (_left_out(*found), -found[0]))
+        out = _left_out(period, length)
+        if not out:
+            places.append(base)
+            base, at = base + 1, at + 1
+            continue
+        last = length - 1 - (length - 1) % period  # from here on they stand for themselves
+        inner = [period + number % period for number in range(period, last)]
+        places += [base + place for place in (*range(period), *inner, *range(last - out, length - out))]
+        base, at = base + length - out, at + length
+    return places
+
+
+def _repetitions(kinds: Sequence[Hashable]) -> Iterable[tuple[int, int]]:
+    """Periods with which the list begins, each with how far it goes."""
+    for period in range(1, min(_LONGEST_PERIOD, len(kinds)) + 1):
+        length = period
+        while length < len(kinds) and kinds[length] == kinds[length - period]:
+            length += 1
+        yield period, length
+
+
+def _left_out(period: int, length: int) -> int:
+    """How many blocks a repetition can do without: whole periods, but for one, between the first and its last block."""
+    return max(0, (length - 1) // period - 2) * period

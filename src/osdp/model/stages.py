@@ -37,6 +37,16 @@ class GrowingTrace:
     def at(self, batch: int) -> IntArray:
         return self.live @ np.array([1, batch])
 
+    def content(self, cut: Cut) -> tuple[object, ...]:
+        """The marks and kernels of a stage, without its block's name: equal for stages that run the same."""
+        ends = (*self.mark_kernel, len(self.flops))
+        found: list[object] = []
+        for first, last in (cut.forward, cut.backward):
+            kernels = slice(ends[first], ends[last])
+            marks = ((m.kind, m.name.removeprefix(cut.block or ""), m.again) for m in self.marks[first:last])
+            found += [tuple(marks), self.flops[kernels].tobytes(), self.moved[kernels].tobytes()]
+        return tuple(found)
+
 
 def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
     """Two batch sizes give every line, all others check them; one gives constants, true at that size only.

@@ -19,6 +19,7 @@ from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 from osdp.model.inputs import map_tensors
 from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace
+from osdp.model.pace import KERNELS, Pace
 from osdp.model.selective import checkpointed
 from osdp.recompute import Recompute
 
@@ -47,9 +48,10 @@ class RawTrace:
 class Recorder(TorchDispatchMode):
     """Counts FLOPs, bytes moved and bytes alive, kernel by kernel. Storages in `outside` do not count."""
 
-    def __init__(self, outside: set[int]) -> None:
+    def __init__(self, outside: set[int], pace: Pace | None = None) -> None:
         super().__init__()
         self.trace = RawTrace()
+        self._pace = pace
         self.live = 0
         self.outside = outside
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -159,6 +161,8 @@ class Recorder(TorchDispatchMode):
         self.trace.kinds.append(kind)
         self.trace.workspaces.append(workspace)
         self.trace.live.append(self.live)
+        if self._pace is not None and len(self.trace.live) % KERNELS == 0:
+            self._pace.tick()
 
 
 def _unlisted_flops(func: Any, args: Sequence[Any]) -> int:
@@ -318,6 +322,7 @@ def run_trace(
     book_saved: bool = False,
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
+    pace: Pace | None = None,
 ) -> RawTrace:
     """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed, as `how` says.
 
@@ -328,7 +333,7 @@ def run_trace(
         *model.buffers(),
         *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
     ]
-    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants})
+    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace)
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
     for module in cast:

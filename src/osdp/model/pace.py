@@ -1,0 +1,65 @@
+"""Says how long a long capture will take, and how far it is.
+
+[Note: Pace]
+A scan that Python unrolls has kernels for every step: thousands of steps make traces of minutes. Once a capture has
+taken a few seconds, one forward at two short lengths tells how the number of kernels grows with the length, and so how
+many all traces have: two plain ones of three forwards each (backward has twice a forward's), and four with blocks
+recomputed, wholly or selectively, of four at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from osdp.model.values import place_of
+
+_log = logging.getLogger("osdp")
+KERNELS = 1024  # between two looks at the clock
+_PATIENCE_SECONDS = 4.0
+_BETWEEN_SECONDS = 10.0
+_FORWARDS = 2 * 3 + 4 * 4
+
+
+@dataclass
+class Pace:
+    """Follows the traces of one capture; `forward_kernels` counts those of a forward, see [Note: Pace]."""
+
+    name: str
+    forward_kernels: Callable[[], int | None]
+    began: float = field(default_factory=monotonic)
+    _done: int = 0
+    _said: float | None = None
+    _expected: int | None = None
+
+    def tick(self) -> None:
+        """So many kernels more were traced."""
+        self._done += KERNELS
+        now = monotonic()
+        if now - (self._said or self.began) < (_PATIENCE_SECONDS if self._said is None else _BETWEEN_SECONDS):
+            return
+        first, self._said = self._said is None, now
+        if first:
+            forward = self.forward_kernels()
+            self._expected = None if forward is None else _FORWARDS * forward
+        if self._expected is None:
+            return
+        left = (now - self.began) * max(0, self._expected - self._done) / self._done
+        if first and left < _BETWEEN_SECONDS:
+            self._expected = None  # it ends before there is more to say
+        elif first:
+            _log.warning(
+                "osdp: capturing %s takes about %s more: it has about %s kernels, traced one by one (%s). What runs "
+                "once a token makes traces long: a shorter sequence takes less in proportion",
+                *(self.name, _duration(left), f"{self._expected:,}", place_of(sys._getframe(1))),
+            )
+        else:
+            share = min(0.99, self._done / self._expected)
+            _log.warning("osdp: capturing %s: %.0f %% done, about %s more", self.name, 100 * share, _duration(left))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
