@@ -46,12 +46,14 @@ def plan_by_hand(
     batch_size: int = 2,
     accumulation: int = 1,
     reduce_once: Sequence[bool] = (False,),
+    all_reduce_once: Sequence[bool] = (False,),
     two_levels: Sequence[bool] = (True, False),
     device: str = "CPU",
 ) -> Plan:
     """Modes, and (slices, sharded slices) of what can be split, go round over the units, recompute over the blocks.
 
-    `two_levels` goes round over the units that are sharded over several nodes.
+    `two_levels` goes round over the units that are sharded over several nodes, `all_reduce_once` over those that are
+    sharded within nodes and not reduced once.
     """
     graph = captured(model, "bf16" if precision != "fp32" else "fp32", device) if isinstance(model, str) else model
     shapes, again = Shapes(graph), cycle(recompute)
@@ -66,6 +68,7 @@ def plan_by_hand(
         chosen.append(shape)
     layout = shapes.layout(chosen)
     mode, split, once, two = cycle(modes), cycle(splits), cycle(reduce_once), cycle(two_levels)
+    across = cycle(all_reduce_once)
     cluster = Cluster.parse(f"{world}x{device}")
     units = []
     for unit in plan_units(layout, [Option(next(mode), reduce_once=next(once)) for _ in layout.units]):
@@ -73,7 +76,9 @@ def plan_by_hand(
         slices, sharded = next(split) if planned.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
         on_two = cluster.has_two_levels and unit.sharding.sharded_over is Scope.WORLD and next(two)
         sharded = sharded if unit.mode == REPLICATE else max(1, sharded)
-        units.append(replace(unit, splits=slices, sharded_splits=sharded, two_levels=on_two))
+        late = unit.sharding.is_reduced_across and not unit.reduce_once and next(across)
+        held = {"splits": slices, "sharded_splits": sharded}
+        units.append(replace(unit, **held, two_levels=on_two, all_reduce_once=late))
     uncalled = uncalled_parameters(graph, layout)
     return _plan(graph.name, cluster, units, precision, reduce_dtype, optimizer, batch_size, accumulation, uncalled)
 

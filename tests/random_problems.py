@@ -6,6 +6,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from osdp.search.problem import (
+    REDUCED,
+    REDUCED_LAST,
     SECONDS,
     Amount,
     CrossStageUnit,
@@ -68,9 +70,15 @@ def _table(draw: _Draw, length: int, split: bool) -> np.ndarray:
     )
 
 
-def _times(draw: _Draw, split: bool) -> dict[str, Seconds]:
-    """What a unit takes; some are not gathered at all, or not again."""
+def _times(draw: _Draw, split: bool, micro: int) -> dict[str, Seconds]:
+    """What a unit takes; some are not gathered at all, or not again; some are reduced once, or in part."""
+    when = ("every", "once", "in part")[draw.integer(0, 2)]
     found = {name: _duration(draw, split) for name in SECONDS if split or not name.startswith("slice")}
+    for name, last in zip(REDUCED, REDUCED_LAST, strict=True):
+        if last in found and (micro == 1 or when == "every"):
+            found[last] = Seconds()
+        elif last in found and when == "once":  # all of it in the last micro-batch; else a part of it
+            found[name], found[last] = Seconds(), found[name]
     for name in ("gather", "gather_again"):
         found[name] = Seconds(0.0) if draw.chance(0.3) else Seconds(draw.seconds() + 0.125)
     return found
@@ -94,8 +102,7 @@ def _option(draw: _Draw, key: object, forward: int, backward: int, micro: int, f
         cast_again=_amount(draw, split, 6),
         reducing=_amount(draw, split, 60),
         far=far,
-        **_times(draw, split),
-        reduce_once=micro > 1 and draw.chance(0.5),
+        **_times(draw, split, micro),
     )
 
 
@@ -122,13 +129,13 @@ def _backward(draw: _Draw, units: int, early: bool) -> StagePass:
     for unit in reversed(range(units)):
         ops += [
             Op(Act.WAIT, unit, ("gather_again",)),
-            Op(Act.RUN, unit, ("copy_again", "slice_run_again", "slice_reduce")),
+            Op(Act.RUN, unit, ("copy_again", "slice_run_again", "slice_reduce", "slice_reduce_last")),
         ]
         ops.append(Op(Act.ISSUE, unit - 1, ("gather_again",)) if unit else Op(Act.ISSUE_NEXT))
         ops.append(Op(Act.RUN, unit, ("slice_rest_again",), draw.seconds()))
-        copied, wait = Op(Act.RUN, unit, ("copy_reduce",)), Op(Act.WAIT_REDUCED)
+        copied, wait = Op(Act.RUN, unit, ("copy_reduce", "copy_reduce_last")), Op(Act.WAIT_REDUCED)
         reduction = [copied, wait] if early else [wait, copied]
-        reduction.append(Op(Act.REDUCE, unit, ("reduce",)))
+        reduction.append(Op(Act.REDUCE, unit, ("reduce", "reduce_last")))
         if nested:
             reductions += reduction
         else:

@@ -3,7 +3,7 @@
 The micro-batches of a step are left by `break` or by an exception that is caught, before, in and after forward, outside
 and inside of the loop; or a backward fails. Losses, gradients and weights of all steps are compared with those of one
 process that does the same, on two, three and 2 x 2 ranks, with both
-engines, for units that are reduced once and for others.
+engines, for units that are reduced once, all-reduced across nodes once, and for others.
 """
 
 from __future__ import annotations
@@ -153,12 +153,14 @@ def on_ranks(kind: type[nn.Module], plan: Plan, engine: Engine) -> list[Trained]
 
 @pytest.mark.parametrize(
     ("kind", "world", "shape", "engine"),
-    [(Model, "2", 0, ASYNC_GLOO), (Twice, "3", 1, ASYNC_GLOO), (Model, "2x2", 2, ASYNC_GLOO), (Model, "2", 2, STOCK)],
+    [(Model, "2", 0, ASYNC_GLOO), (Twice, "3", 1, ASYNC_GLOO), (Model, "2x2", 2, ASYNC_GLOO), (Model, "2x2", 2, STOCK)],
 )
 def test_steps_that_end_early_are_those_of_a_single_process(
     kind: type[nn.Module], world: str, shape: int, engine: Engine
 ) -> None:
-    plan = three_plans(kind, world, reduce_once=(True, False, True), accumulation=TIMES)[shape]
+    late = {"reduce_once": (True, False, True), "all_reduce_once": (True,)}
+    plan = three_plans(kind, world, **late, accumulation=TIMES)[shape]
+    assert any(unit.all_reduce_once for unit in plan.units) == (world == "2x2")
     truths = [train(built(kind), way) for way in WAYS]
     for runs in run_ranks(plan.cluster.world_size, on_ranks, kind, plan, engine, timeout_seconds=120):
         for way, run, truth in zip(WAYS, runs, truths, strict=True):

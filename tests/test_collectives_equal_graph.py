@@ -26,6 +26,7 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"granularity": OPERATORS, "recompute": (True, False)},
     {"granularity": OPERATORS, "splits": ((3, 2), (2, 2), (4, 1))},
     {"granularity": WHOLE, "accumulation": 3, "reduce_once": (True, False)},
+    {"granularity": OPERATORS, "accumulation": 3, "all_reduce_once": (True, True, False), "splits": ((1, 1), (3, 2))},
 )
 
 

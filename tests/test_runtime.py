@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,13 +185,17 @@ def test_plans_of_one_world_share_its_process_groups() -> None:
 MIXTURE = {("tokens",): FREE, ("blocks.0",): KEEP, ("blocks.1",): FREE_IN_NODE, ("head",): REPLICATE}
 
 
-def mixture(plan: Plan, engine: Engine) -> tuple[dict[str, Tensor | None], float]:
-    """Rank 0 calls experts 0 and 1, the last rank calls 2 alone."""
+def mixture(plan: Plan, engine: Engine) -> tuple[dict[str, Tensor | None], float, dict[str, Tensor | None]]:
+    """Rank 0 calls experts 0 and 1, the last rank calls 2 alone; of two micro-batches the second leaves that out."""
     model = osdp.parallelize(built(Mixture), plan, engine=engine)
-    loss = model(*mixture_part(dist.get_rank(), dist.get_world_size()))
-    loss.backward()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model(*mixture_part(rank, ranks)).backward()
     gradients = whole_gradients(model)
-    return gradients, osdp.clip_grad_norm_(model.parameters(), 1e9).item()
+    norm = osdp.clip_grad_norm_(model.parameters(), 1e9).item()
+    model.zero_grad()
+    for part in osdp.accumulate(model, [mixture_part(rank, ranks), mixture_part(rank, ranks + 1)]):
+        model(*part).backward()
+    return gradients, norm, whole_gradients(model)
 
 
 def mixture_part(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -203,15 +208,21 @@ def mixture_part(rank: int, ranks: int) -> tuple[Tensor, Tensor]:
 def test_an_expert_that_gets_no_token_on_a_rank_is_averaged_too(world: str, engine: Engine) -> None:
     model = built(Mixture)
     plan = plan_of_units(model, world, MIXTURE)
+    units = [replace(unit, all_reduce_once=world == "2x2" and unit.mode == FREE_IN_NODE) for unit in plan.units]
+    plan = replace(plan, accumulation=2, units=tuple(units))
     ranks = plan.cluster.world_size
     for rank in range(ranks):
         (model(*mixture_part(rank, ranks)) / ranks).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
-    for gradients, own_norm in run_ranks(ranks, mixture, plan, engine, timeout_seconds=30):
+    first = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for rank in range(ranks):
+        (model(*mixture_part(rank, ranks + 1)) / ranks).backward()
+    for gradients, own_norm, of_both in run_ranks(ranks, mixture, plan, engine, timeout_seconds=30):
         for name, parameter in model.named_parameters():
-            own = gradients[name]
-            assert own is not None and parameter.grad is not None, name
-            close(own, parameter.grad, name)
+            own, both = gradients[name], of_both[name]
+            assert own is not None and both is not None and parameter.grad is not None, name
+            close(own, first[name], name)
+            close(both, parameter.grad, name)
         assert own_norm == pytest.approx(norm, rel=1e-5)
 
 

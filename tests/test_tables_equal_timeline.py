@@ -82,11 +82,12 @@ def test_random_choices_cost_the_same(model: str, cluster: str) -> None:
     assert len({option.mode for option in taken}) >= 3
 
 
-@pytest.mark.parametrize("cluster", ["2x2xA100-40GB", "1x3xCPU"])
+@pytest.mark.parametrize("cluster", ["2x2xA100-40GB", "1x3xCPU", "2x2xCPU"])
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_with_accumulation(model: str, cluster: str) -> None:
     taken = compare(tables_for(model, cluster, accumulation=3), 2, seed=2)
     assert {option.reduce_once for option in taken} == {False, True}
+    assert {option.all_reduce_once for option in taken} == ({False, True} if cluster.startswith("2x2") else {False})
 
 
 @pytest.mark.usefixtures("small_operators_split")

@@ -35,7 +35,7 @@ from osdp.model.trace import RawTrace
 from osdp.planfile import Plan, unpriced_plan
 from osdp.recompute import Recompute
 from osdp.runtime.dryrun import dry_run
-from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, ShardingMode
 
 # An operator such as a projection whose output is viewed by its caller is a unit of its own at operator granularity;
 # FSDP2 then warns, for every such module, that it "returned a view tensor". It is about in-place edits of the output,
@@ -76,6 +76,7 @@ class Case:
     splits: tuple[tuple[int, int], ...] = ((1, 1),)
     accumulation: int = 1
     reduce_once: tuple[bool, ...] = NONE
+    all_reduce_once: tuple[bool, ...] = NONE
     known: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
@@ -119,11 +120,13 @@ def laid_out(case: Case) -> tuple[Layout, list[Option]]:
         chosen.append(Shape(wanted, how(again)))
     layout = shapes.layout(chosen)
     modes, once, splits = cycle(case.modes), cycle(case.reduce_once), cycle(case.splits)
-    two_levels = cycle((case.cluster.has_two_levels, False))
+    two_levels, across = cycle((case.cluster.has_two_levels, False)), cycle(case.all_reduce_once)
     options = []
     for unit in layout.units:
         slices, sharded = next(splits) if unit.split_dim >= 0 and len(unit.modules) == 1 else (1, 1)
-        options.append(Option(next(modes), slices, sharded, next(once), next(two_levels)))
+        mode = next(modes)
+        late = ShardingMode(mode).is_reduced_across and next(across)
+        options.append(Option(mode, slices, sharded, next(once), next(two_levels), late))
     return layout, options
 
 
@@ -292,6 +295,22 @@ ACCUMULATION_CASES = [
     Case(EVERY_MODE, accumulation=2, reduce_dtype="bf16"),
     Case(EVERY_MODE, accumulation=3, device="CPU"),
 ]
+IN_NODE = (FREE_IN_NODE, KEEP_IN_NODE)
+LATE = {"all_reduce_once": ALL}
+DEFERRED_CASES = [  # reduced in the node at every micro-batch, across nodes in the last one
+    *(Case(IN_NODE, accumulation=n, device=d, **LATE) for n in (2, 3) for d in ("A100-80GB", "CPU")),
+    *(Case(IN_NODE, accumulation=3, reduce_dtype="bf16", device=d, **LATE) for d in ("A100-80GB", "CPU")),
+    Case(IN_NODE, accumulation=2, reduce_dtype="bf16", device="CPU", **LATE),
+    *(
+        Case(IN_NODE, precision="pure-bf16", reduce_dtype="fp32", accumulation=3, device=d, **LATE)
+        for d in ("A100-80GB", "CPU")
+    ),
+    Case((KEEP_IN_NODE, FREE, FREE_IN_NODE), accumulation=2, granularity=OPERATORS, recompute=ALTERNATING, **LATE),
+    Case(EVERY_MODE, model="llama", accumulation=3, all_reduce_once=ALTERNATING, device="CPU", precision="fp32"),
+    Case(EVERY_MODE, model="llama", accumulation=3, all_reduce_once=ALTERNATING, precision="fp32"),
+    Case(IN_NODE, model="idle-operators", accumulation=2, precision="fp32", **LATE),
+    Case(IN_NODE, model="stacked", accumulation=2, **LATE),
+]
 STACKED_CASES = [  # sharded along another dimension than the first; see [Note: Shard dimension]
     Case(model="stacked"),
     Case(EVERY_MODE, model="stacked", granularity=OPERATORS, recompute=ALTERNATING),
@@ -315,6 +334,7 @@ SPLIT_CASES = [
 ]
 CASES = [
     *ACCUMULATION_CASES,
+    *DEFERRED_CASES,
     *STACKED_CASES,
     *IDLE_CASES,
     *SPLIT_CASES,

@@ -162,6 +162,28 @@ def test_the_stock_engine_equals_the_single_process_too(name: str, world: str, i
     check(name, world, mixed_plans(name, world)[index : index + 1], STOCK)
 
 
+@pytest.mark.parametrize("engine", [ASYNC_GLOO, STOCK], ids=lambda engine: engine.name)
+def test_all_reduces_across_nodes_once_a_step_are_exact(engine: Engine) -> None:
+    plans = [
+        plan_by_hand(
+            graph_of("gpt"),
+            "2x2",
+            modes=modes,
+            granularity=granularity,
+            recompute=(True, False),
+            splits=((1, 1), (3, 2)),
+            accumulation=3,
+            all_reduce_once=late,
+        )
+        for modes, granularity, late in (
+            ((KEEP_IN_NODE, FREE_IN_NODE), WHOLE, (True,)),
+            ((FREE_IN_NODE, FREE, KEEP_IN_NODE, REPLICATE), OPERATORS, (True, True, False)),
+        )
+    ]
+    assert all(any(unit.all_reduce_once for unit in plan.units) for plan in plans)
+    check("gpt", "2x2", plans, engine)
+
+
 @st.composite
 def random_plans(draw: st.DrawFn) -> tuple[str, str, list[Plan]]:
     """Three plans of one model for one world, which the same ranks run in turn."""
@@ -178,6 +200,7 @@ def random_plans(draw: st.DrawFn) -> tuple[str, str, list[Plan]]:
             recompute=draw(st.lists(st.booleans(), min_size=1, max_size=3)),
             accumulation=draw(st.sampled_from(accumulations)),
             reduce_once=draw(st.lists(st.booleans(), min_size=1, max_size=3)),
+            all_reduce_once=draw(st.lists(st.booleans(), min_size=1, max_size=3)),
         )
         for _ in range(3)
     ]

@@ -386,6 +386,7 @@ def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
             reduce_once=option.reduce_once,
             two_levels=option.two_levels,
             parameters=unit.numel,
+            all_reduce_once=option.all_reduce_once,
         )
         for unit, option, _ in rows
     )

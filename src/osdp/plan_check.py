@@ -110,6 +110,10 @@ def _unknown_here(plan: Plan) -> Iterator[str]:
             yield f"unit {unit.name!r} has mode {unit.mode}, but {plan.cluster.word} has only {', '.join(modes)}"
         if unit.two_levels and not (plan.cluster.has_two_levels and unit.sharding.sharded_over is Scope.WORLD):
             yield f"unit {unit.name!r} is exchanged on two levels, which {unit.mode} on {plan.cluster.word} is not"
+        if unit.all_reduce_once and not unit.sharding.is_reduced_across:
+            yield f"unit {unit.name!r} is all-reduced across nodes once a step, which {unit.mode} is not"
+        if unit.all_reduce_once and unit.reduce_once:
+            yield f"unit {unit.name!r} is reduced once a step, so it cannot be reduced in the node more often"
 
 
 def check_graph(plan: Plan, graph: ModelGraph) -> None:

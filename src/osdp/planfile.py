@@ -58,8 +58,9 @@ class PlanUnit:
     `name` is its first module, `modules` are all (several where parameters are tied); it holds what deeper units do
     not. Of `splits` slices, `sharded_splits` are held in `mode` and the others replicated. `block` is the block it
     belongs to, `recompute` how that block's activations are recomputed. With `reduce_once`, gradients of several
-    micro-batches are reduced together after the last one. With `two_levels`, what is exchanged over all ranks goes
-    across nodes and through each node in two steps.
+    micro-batches are reduced together after the last one; with `all_reduce_once`, each micro-batch reduce-scatters
+    within the node, and only the last one all-reduces across nodes. With `two_levels`, what is exchanged over all ranks
+    goes across nodes and through each node in two steps.
     """
 
     name: str
@@ -72,6 +73,7 @@ class PlanUnit:
     reduce_once: bool
     two_levels: bool
     parameters: Whole
+    all_reduce_once: bool = False
 
     @property
     def sharding(self) -> ShardingMode:

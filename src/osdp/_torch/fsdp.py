@@ -31,6 +31,7 @@ __all__ = [
     "AllGather",
     "FSDPModule",
     "FSDPParamGroup",
+    "ReduceAfterLastCall",
     "ReduceScatter",
     "WatchedParam",
     "backward_broke",
@@ -38,6 +39,7 @@ __all__ = [
     "drop_gradients",
     "forward_broke",
     "has_unreduced",
+    "keep_partial",
     "param_groups",
     "prefetch",
     "prefetch_early",
@@ -128,7 +130,8 @@ def _free_reduced(group: FSDPParamGroup) -> None:
 def drop_gradients(group: FSDPParamGroup) -> None:
     """Forgets gradients that were computed but not reduced; `reset_iter_state` leaves them."""
     if isinstance(group, ReduceAfterLastCall):
-        group.is_unreduced = False
+        group.is_unreduced, group.partial = False, None
+    group._partial_reduce_output = None
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
@@ -174,6 +177,8 @@ class ReduceAfterLastCall(FSDPParamGroup):
     is_unreduced = False  # a backward left gradients here without reducing them
     ahead: Iterable[FSDPState] = ()  # units whose gathers forward issues before it waits for this one's
     finish_reductions: Callable[[], None] | None = None  # ends what is under way beside FSDP2's own
+    keeps_partial = False  # FSDP2 knows of this node only, and `partial` is what it keeps where it knows of others
+    partial: Tensor | None = None  # reduced in the node, and not yet across nodes
     _is_early = False  # this one's was itself issued ahead, and forward, not a second one, has entered it
 
     def lazy_init(self) -> None:
@@ -241,12 +246,31 @@ class ReduceAfterLastCall(FSDPParamGroup):
             if self.finish_reductions is not None:
                 self.finish_reductions()
             _free_reduced(self)
+        if self.keeps_partial and self.is_reduced_in_part:
+            self._reduce_in_part()
+        else:
+            super().post_backward()
+        self.is_unreduced = not (self.reduce_grads and self.all_reduce_grads)
+
+    @property
+    def is_reduced_in_part(self) -> bool:
+        """Whether a reduction is now one within the node alone."""
+        return self.reduce_grads and not self.all_reduce_grads
+
+    def _reduce_in_part(self) -> None:
+        """A reduction whose result is no gradient yet, though FSDP2, which knows of no other node, makes it one."""
+        earlier = [param.sharded_param.grad for param in self.fsdp_params]
+        for param in self.fsdp_params:
+            param.sharded_param.grad = None
         super().post_backward()
-        self.is_unreduced = not self.reduce_grads
+        for param, gradient in zip(self.fsdp_params, earlier, strict=True):
+            param.sharded_param.grad = gradient
 
     def _reset_iter_state(self) -> None:
-        self._calls = 0
+        """Ends a pass that failed. What earlier micro-batches gave to a reduction across nodes is not its to drop."""
+        self._calls, partial = 0, self._partial_reduce_output
         super()._reset_iter_state()
+        self._partial_reduce_output = partial
 
 
 def reduce_after_last_call(group: FSDPParamGroup, finish_reductions: Callable[[], None] | None) -> None:
@@ -259,6 +283,12 @@ def reduce_after_last_call(group: FSDPParamGroup, finish_reductions: Callable[[]
     group.finish_reductions = finish_reductions
 
 
+def keep_partial(group: FSDPParamGroup) -> None:
+    """Has a group whose mesh is one node keep what is reduced there until it is reduced across nodes too."""
+    assert isinstance(group, ReduceAfterLastCall)
+    group.keeps_partial = True
+
+
 class WatchedParam(FSDPParam):
     """A parameter that tells when it is reduced, and remembers whether this rank had but zeros to give.
 
@@ -266,7 +296,13 @@ class WatchedParam(FSDPParam):
     """
 
     is_zero = False  # nothing but zeros in this backward, and no gradient from an earlier one
+    was_used = False  # an earlier backward had more than zeros to give, and that is not a gradient yet
     reduced: Callable[[], None] | None = None
+    group: FSDPParamGroup | None = None
+
+    @property
+    def is_reduced_in_part(self) -> bool:
+        return isinstance(self.group, ReduceAfterLastCall) and self.group.is_reduced_in_part
 
     @property
     def unsharded_grad_data(self) -> Tensor:
@@ -280,7 +316,7 @@ class WatchedParam(FSDPParam):
 
     @property
     def unsharded_zero_grad_data(self) -> Tensor:
-        self._note(zero=self.is_zero or self.sharded_param.grad is None)
+        self._note(zero=(self.is_zero or self.sharded_param.grad is None) and not self.was_used)
         return super().unsharded_zero_grad_data
 
     def _note(self, *, zero: bool) -> None:
@@ -296,7 +332,7 @@ def watch(group: FSDPParamGroup, reduced: Callable[[], None]) -> list[WatchedPar
         if not isinstance(param, WatchedParam):
             param.__class__ = WatchedParam
         assert isinstance(param, WatchedParam)
-        param.reduced = reduced
+        param.reduced, param.group = reduced, group
         found.append(param)
     return found
 

@@ -7,7 +7,7 @@ streams, as the search has it; its memory is the timeline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ class StepGraph:
         kernels = Kernels.of(places, timed[0], timed[1], self.batch, self.batch)
         lines |= slice_lines(wires, kernels, replicated=not option.mode.is_sharded)
         split = option.slices if option.mode.is_sharded else 1
-        return UnitOption(option, _NO_BYTES, _NO_BYTES, split, reduce_once=option.reduce_once, **lines)
+        return UnitOption(option, _NO_BYTES, _NO_BYTES, split, **lines)
 
     def collectives(self, micro_batches: int | None = None) -> list[PlannedCollective]:
         """All collectives of a step in the order in which they are issued, micro-batch by micro-batch.
@@ -247,24 +247,23 @@ class _Builder:
             self.reduce(event.piece, event.visit)
         elif event.do in (Do.ENTER, Do.ENTER_AGAIN):
             for each, after in self.gathered.pop((event.piece.index, event.piece.slice), []):
-                self.copy(event.piece, event.visit, each, after, once=False)
+                self.copy(event.piece, event.visit, each, after)
         else:
             for each in self.collectives(event.piece, event.do):
                 after = (self.collective(event.piece, event.visit, each, ()),) if each.kind != "copy" else ()
                 self.gathered.setdefault((event.piece.index, event.piece.slice), []).append((each, after))
 
     def reduce(self, piece: Piece, visit: int) -> None:
-        once = self.options[piece.index].reduce_once
         works = self.collectives(piece, Do.REDUCE)
-        copied = [self.copy(piece, visit, each, (), once=once) for each in works if each.copy_seconds]
+        copied = [self.copy(piece, visit, each, ()) for each in works if each.copy_seconds]
         for each in works:
             if each.kind != "copy":
-                self.collective(piece, visit, each, tuple(copied), once=once)
+                self.collective(piece, visit, each, tuple(copied))
 
     def collectives(self, piece: Piece, do: Do) -> list[Collective]:
         """Seconds are those of the unit's largest slice, as the search has them; bytes are the piece's own."""
         first = self.pieces[piece.index][0]
-        option = Option(piece.mode, two_levels=self.options[piece.index].two_levels)
+        option = replace(self.options[piece.index], mode=piece.mode, slices=1, sharded=1)
         own, priced = (
             unit_work(unit, option, self.layout.places[piece.index], self.training, self.cluster)
             for unit in (piece.unit, first.unit)
@@ -272,16 +271,14 @@ class _Builder:
         pairs = zip(getattr(own, do.value), getattr(priced, do.value), strict=True)
         return [most._replace(nbytes=each.nbytes, copied_bytes=each.copied_bytes) for each, most in pairs]
 
-    def collective(
-        self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...], *, once: bool = False
-    ) -> int:
+    def collective(self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...]) -> int:
         issued = (self.last[COMPUTE],) if COMPUTE in self.last else ()
-        details = {"group": work.group, "nbytes": work.nbytes, "once": once, "busy": work.busy}
+        details = {"group": work.group, "nbytes": work.nbytes, "once": work.once, "busy": work.busy}
         name = self.layout.units[piece.index].name
         return self.add(work.kind, name, visit, work.seconds, stream=COMMUNICATION, after=(*after, *issued), **details)
 
-    def copy(self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...], *, once: bool) -> int:
-        details = {"nbytes": work.copied_bytes, "once": once, "after": after}
+    def copy(self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...]) -> int:
+        details = {"nbytes": work.copied_bytes, "once": work.once, "after": after}
         return self.add("copy", self.layout.units[piece.index].name, visit, work.copy_seconds, **details)
 
     def compute(self, event: Event) -> None:
@@ -345,7 +342,8 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
 
 
 def _option(unit: PlanUnit) -> Option:
-    return Option(unit.sharding, unit.splits, max(unit.sharded_splits, 1), unit.reduce_once, unit.two_levels)
+    late = {"reduce_once": unit.reduce_once, "all_reduce_once": unit.all_reduce_once}
+    return Option(unit.sharding, unit.splits, max(unit.sharded_splits, 1), two_levels=unit.two_levels, **late)
 
 
 def _names(shapes: Shapes, stage: int, shape: Shape) -> set[str]:

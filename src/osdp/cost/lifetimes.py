@@ -170,7 +170,8 @@ def _held(
     allocations = [Allocation(PARAMETERS, count * sizes.held * master, START, END)]
     if places.leave_again is not None:
         allocations.append(Allocation(STATES, count * states, START, END))
-        allocations += _gradients(count, sizes, option, places, places.leave_again, training)
+        deferred = option.defers(mode) and training.accumulation > 1
+        allocations += _gradients(count, sizes, option, places, training, cluster, deferred=deferred)
     if places.leave is None:
         return allocations
     again = places.enter_again or places.freed
@@ -191,10 +192,20 @@ def _used(sizes: Sizes, places: Places) -> list[int]:
 
 
 def _gradients(
-    count: int, sizes: Sizes, option: Option, places: Places, leave: Position, training: Training
+    count: int,
+    sizes: Sizes,
+    option: Option,
+    places: Places,
+    training: Training,
+    cluster: Cluster,
+    *,
+    deferred: bool,
 ) -> list[Allocation]:
     """Gradients once they are reduced; and those that wait for the last micro-batch to be reduced together."""
-    gradient = count * sizes.trained * training.precision.master_bytes
+    gradient, leave = count * sizes.trained * training.precision.master_bytes, places.leave_again
+    assert leave is not None
+    if deferred:
+        return _partly_reduced(count * sizes.trained, option, places, leave, training, cluster)
     if places.is_unused:
         return [Allocation(GRADIENTS, gradient, leave.next(), places.finish)]
     if training.accumulation == 1:
@@ -209,6 +220,34 @@ def _gradients(
         Allocation(GRADIENTS, max(0, gradient - unreduced), leave.next(), places.finish),
         Allocation(GRADIENTS, gradient, places.finish, END),
     ]
+
+
+def _partly_reduced(
+    trained: int, option: Option, places: Places, leave: Position, training: Training, cluster: Cluster
+) -> list[Allocation]:
+    """Gradients that are reduced in the node at every micro-batch, and across nodes in the last one.
+
+    What is reduced in the node lives, in the reduction's dtype, until the last micro-batch has added its own to it.
+    """
+    partial, gradient = trained * training.reduce_bytes, trained * training.precision.master_bytes
+    if option.slices > 1:  # one slice's gives way to its gradient, then the next one's
+        held = Allocation(GRADIENTS, max(partial, gradient), START, places.finish)
+        return [held, Allocation(GRADIENTS, gradient, places.finish, END)]
+    reduced = leave.next().next()
+    added = reduced if not cluster.engine.reduces_before_waiting else leave.next()  # then `_reduction` has room for it
+    if _lasts(training, cluster):
+        added = reduction_end(places, training, cluster)
+    beyond = 0 if _holds_all_reduce(option.mode, cluster) else max(0, partial - gradient)  # earlier micro-batches' own
+    return [
+        Allocation(GRADIENTS, partial, START, added),
+        Allocation(GRADIENTS, gradient, leave.next(), places.finish if places.is_unused else END),
+        Allocation(GRADIENTS, beyond, reduced, places.finish),
+    ]
+
+
+def _holds_all_reduce(mode: ShardingMode, cluster: Cluster) -> bool:
+    """Whether FSDP2's own all-reduce holds its buffer through backward."""
+    return (not mode.is_sharded or mode.is_reduced_across) and not cluster.engine.reduces_before_waiting
 
 
 def _computes_in_place(mode: ShardingMode, training: Training) -> bool:
@@ -334,6 +373,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     assert places.leave_again is not None
     mode, leave = option.mode, places.leave_again
     master, reduce = training.precision.master_bytes, training.reduce_bytes
+    deferred = training.accumulation > 1 and option.defers(mode) and option.slices == 1
     entry, copied = leave, leave.next()
     if option.slices > 1 and places.first_gradient:  # slices are reduced one by one, before the operator is left
         entry, copied = places.first_gradient, leave
@@ -356,18 +396,29 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         if under_way:
             allocations.append(Allocation(BUFFERS, room * reduce, begin, ended))
         elif mode.is_sharded:  # it is free again when the result is cast; a replica's is less than its input was
+            room += sizes.trained if deferred else 0  # and so is what earlier micro-batches gave
             allocations.append(Allocation(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
-    # FSDP2's own all-reduce holds its buffer through backward
-    lasting = (not mode.is_sharded or mode.is_reduced_across) and not own_reduction
+    lasting = _holds_all_reduce(mode, cluster)
     if reduce != master:
         allocations.append(Allocation(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
-    if training.accumulation > 1:  # the new result is added to the old one; reduced once, there is none: room to spare
-        added = ended if under_way else leave.next().next()
-        makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
-        if makes_zeros or (lasting and reduce == master and not option.reduce_once):
-            added = places.finish
-        allocations.append(Allocation(BUFFERS, sizes.trained * master, leave.next(), added))
+    if training.accumulation > 1 and not deferred:
+        allocations.append(
+            _added(option, sizes, places, ended if under_way else leave.next().next(), training, cluster)
+        )
     return allocations
+
+
+def _added(
+    option: Option, sizes: Sizes, places: Places, ended: Position, training: Training, cluster: Cluster
+) -> Allocation:
+    """A result that is added to that of earlier micro-batches; reduced once there is none, and room to spare."""
+    assert places.leave_again is not None
+    master, mode = training.precision.master_bytes, option.mode
+    makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
+    is_first = option.reduce_once or option.defers(mode)
+    lasting = _holds_all_reduce(mode, cluster) and training.reduce_bytes == master and not is_first
+    end = places.finish if makes_zeros or lasting else ended
+    return Allocation(BUFFERS, sizes.trained * master, places.leave_again.next(), end)
 
 
 def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:

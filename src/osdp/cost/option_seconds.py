@@ -23,13 +23,18 @@ Lines = dict[str, Any]  # by the names of `UnitOption`, each a `Seconds`
 
 
 class SliceWires(NamedTuple):
-    """Seconds on the wire of one sharded slice, and of the reduction of a replicated one."""
+    """Seconds on the wire of one sharded slice, and of the reduction of a replicated one.
+
+    What ends in `_last` comes on top in the last micro-batch.
+    """
 
     slices: int
     gather: float
     gather_again: float
     reduce: float
     replica_reduce: float
+    reduce_last: float
+    replica_reduce_last: float
 
 
 def option_lines(
@@ -45,22 +50,33 @@ def option_lines(
         """`own` for each sharded slice, `other` for each of the rest."""
         return Seconds(slices * own) if replicated or slices == 1 else Seconds(slices * other, own - other)
 
-    wires = SliceWires(slices, *(_wire(each) for each in (own.gather, own.gather_again, own.reduce, rest.reduce)))
-    sent = line(wires.gather + wires.gather_again, 0.0)
+    (often, last), (rest_often, rest_last) = _by_when(own.reduce), _by_when(rest.reduce)
+    sent = own.gather, own.gather_again, often, rest_often, last, rest_last
+    wires = SliceWires(slices, *(_wire(each) for each in sent))
+    gathered = line(wires.gather + wires.gather_again, 0.0)
     reduced = line(wires.reduce, wires.replica_reduce)
+    reduced_last = line(wires.reduce_last, wires.replica_reduce_last)
     found = {
         "gather": Seconds(wires.gather),
         "gather_again": Seconds(wires.gather_again),
         "reduce": Seconds(wires.reduce),
         "copy": line(_copies(own.gather), _copies(rest.gather)),
         "copy_again": line(_copies(own.gather_again), _copies(rest.gather_again)),
-        "copy_reduce": line(_copies(own.reduce), _copies(rest.reduce)),
+        "copy_reduce": line(_copies(often), _copies(rest_often)),
+        "reduce_last": Seconds(wires.reduce_last),
+        "copy_reduce_last": line(_copies(last), _copies(rest_last)),
         "step": line(own.step_seconds, rest.step_seconds),
     }
     if slices > 1:
-        found["slice_wires"] = Seconds(sent.base - wires.gather - wires.gather_again, sent.slope)
+        found["slice_wires"] = Seconds(gathered.base - wires.gather - wires.gather_again, gathered.slope)
         found["slice_wires_reduce"] = Seconds(reduced.base - wires.reduce, reduced.slope)
+        found["slice_wires_reduce_last"] = Seconds(reduced_last.base - wires.reduce_last, reduced_last.slope)
     return found, wires
+
+
+def _by_when(work: Sequence[Collective]) -> tuple[list[Collective], list[Collective]]:
+    """What every micro-batch does of a reduction, and what the last one does beyond that."""
+    return [each for each in work if not each.once], [each for each in work if each.once]
 
 
 def _wire(work: Sequence[Collective]) -> float:
@@ -95,8 +111,11 @@ def slice_lines(wires: SliceWires, kernels: Kernels, *, replicated: bool) -> Lin
         return {}
     first, again = kernels.forward / slices, kernels.backward / slices
     gathered = _waits(wires.gather, first), _waits(wires.gather_again, again)
-    reduced = _waits(wires.gather_again + wires.reduce, again) - gathered[1]
+    reduced = _waits(wires.gather_again + wires.reduce, again)
     replica = _waits(wires.replica_reduce, again)
+    reduced_last = _waits(wires.gather_again + wires.reduce + wires.reduce_last, again) - reduced
+    replica_last = _waits(wires.replica_reduce + wires.replica_reduce_last, again) - replica
+    reduced -= gathered[1]
 
     def turns(own: float, other: float) -> Seconds:
         """The waits of all turns but one sharded slice's."""
@@ -111,6 +130,7 @@ def slice_lines(wires: SliceWires, kernels: Kernels, *, replicated: bool) -> Lin
         "slice_run_again": run(again, turns(gathered[1], 0.0)),
         "slice_rest_again": Seconds(-(slices - 1) * again),
         "slice_reduce": turns(replica if replicated else reduced, replica),
+        "slice_reduce_last": turns(replica_last if replicated else reduced_last, replica_last),
     }
 
 

@@ -57,13 +57,16 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
         and not any((name + ".").startswith(other + ".") for other in deeper)
     ]
     modes = tables.rules.modes_of(unit, below, tables.cluster)
-    once = (False, True) if tables.training.accumulation > 1 and unit.trained else (False,)
+    several = tables.training.accumulation > 1 and unit.trained
     may_split = tables.rules.split and not _is_selective(layout, unit)
     split = [slices for slices in SLICES if may_split and unit.can_split(slices)]
     found = []
-    for mode, slices, o in itertools.product(modes, (1, *split), once):
+    for mode, slices, o in itertools.product(modes, (1, *split), (False, True) if several else (False,)):
         flat = _option(tables, layout, unit, places, slots, Option(mode, slices, 1, o))
         found.append(flat)
+        if several and not o and mode.is_reduced_across:
+            option = Option(mode, slices, 1, all_reduce_once=True)
+            found.append(_option(tables, layout, unit, places, slots, option))
         if mode.sharded_over is Scope.WORLD and tables.rules.two_levels and tables.cluster.has_two_levels:
             option = Option(mode, slices, 1, o, two_levels=True)
             faster = _option(tables, layout, unit, places, slots, option)
@@ -86,14 +89,12 @@ def together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
     if not all(units):
         return []  # the pins leave some unit no mode
     by_key = [{option.key[0]: option for option in unit} for unit in units]  # type: ignore[index]
-    wanted = dict.fromkeys((key.mode, key.slices, key.reduce_once, key.two_levels) for unit in by_key for key in unit)
+    wanted = dict.fromkeys((key.mode, key.slices, _when(key), key.two_levels) for unit in by_key for key in unit)
     found = []
-    for mode, slices, once, two_levels in wanted:
+    for mode, slices, when, two_levels in wanted:
         taken = []
         for unit in by_key:
-            fits = [
-                o for key, o in unit.items() if key.reduce_once == once or not any(k.reduce_once == once for k in unit)
-            ]
+            fits = [o for key, o in unit.items() if _when(key) == when or not any(_when(k) == when for k in unit)]
             modes = [o for o in fits if o.key[0].mode == mode] or fits  # type: ignore[index]
             exact = [o for o in modes if o.key[0].slices == slices] or modes  # type: ignore[index]
             levels = [o for o in exact if o.key[0].two_levels == two_levels]  # type: ignore[index]
@@ -101,6 +102,11 @@ def together(units: Sequence[Sequence[UnitOption]]) -> list[UnitOption]:
         found.append(_sum_of(taken))
     unique = {option.key: option for option in found}
     return list(unique.values())
+
+
+def _when(option: Option) -> tuple[bool, bool]:
+    """Which of its reductions wait for the last micro-batch."""
+    return option.reduce_once, option.all_reduce_once
 
 
 def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
@@ -121,7 +127,6 @@ def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
         key=tuple(keys),
         forward=_at_slices(options, "forward"),
         backward=_at_slices(options, "backward"),
-        reduce_once=any(option.reduce_once for option in options),
         parts=tuple((option, option.slices) for option in options),
         **sums,
     )
@@ -177,7 +182,6 @@ def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: S
         cast_again=amount(lambda m: m.cast_again),
         reducing=amount(lambda m: m.reducing),
         far=one.far,
-        reduce_once=option.reduce_once,
         **lines,
     )
 

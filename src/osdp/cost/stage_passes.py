@@ -78,7 +78,11 @@ class StagePasses:
                 ops += [(op, _NONE) for op in self._reduction(unit, event.piece.index)]
             elif event.do in (Do.ENTER, Do.ENTER_AGAIN):
                 again = "_again" if event.do is Do.ENTER_AGAIN else ""
-                names = (f"copy{again}", f"slice_run{again}", *(("slice_reduce",) if backward else ()))
+                names = (
+                    f"copy{again}",
+                    f"slice_run{again}",
+                    *(("slice_reduce", "slice_reduce_last") if backward else ()),
+                )
                 ops += [(Op(Act.WAIT, unit, (f"gather{again}",)), _NONE), (Op(Act.RUN, unit, names), _NONE)]
                 rest = Op(Act.RUN, unit, (f"slice_rest{again}",))
             elif home == stage or self._enters(visit, event.piece.index):
@@ -90,6 +94,6 @@ class StagePasses:
     def _reduction(self, unit: int | tuple[int, int], index: int) -> list[Op]:
         if not self._layout.units[index].trained:
             return []
-        copied, wait = Op(Act.RUN, unit, ("copy_reduce",)), Op(Act.WAIT_REDUCED)
-        begun = Op(Act.REDUCE, unit, ("reduce",))
+        copied, wait = Op(Act.RUN, unit, ("copy_reduce", "copy_reduce_last")), Op(Act.WAIT_REDUCED)
+        begun = Op(Act.REDUCE, unit, ("reduce", "reduce_last"))
         return [copied, wait, begun] if self._engine.reduces_before_waiting else [wait, copied, begun]

@@ -158,7 +158,7 @@ class _MicroBatch:
             if op.act is Act.ISSUE_NEXT:
                 if ahead is not None:
                     stage, unit, name = ahead
-                    self._collective((stage, unit), name)
+                    self._collective((stage, unit), (name,))
                 continue
             unit = op.unit if isinstance(op.unit, tuple) else (index, op.unit)
             kernels = sum(shares[first:stop])
@@ -181,7 +181,7 @@ class _MicroBatch:
         if op.act is Act.RUN:
             self._run(op, unit, kernels)
         elif op.act in (Act.ISSUE, Act.REDUCE):
-            self._collective(unit, op.names[0])
+            self._collective(unit, op.names)
         elif op.act is Act.WAIT:
             option, sharded = self._option(unit)
             if option_seconds(option, sharded, op.names, self.kind) > 0:
@@ -224,10 +224,10 @@ class _MicroBatch:
             self.spans.append(Span(COMPUTE, STALL, name, self.phase, self.stage, self.compute, until))
             self.compute = until
 
-    def _collective(self, unit: tuple[int, int], name: str) -> None:
+    def _collective(self, unit: tuple[int, int], names: Sequence[str]) -> None:
         """Puts a unit's gather or reduction on the wire; one that takes no time leaves no span."""
-        start = max(self.compute, self.wire)
-        self.wire = start + self._seconds(unit, [name])
+        start, name = max(self.compute, self.wire), names[0]
+        self.wire = start + self._seconds(unit, names)
         if name == "reduce":
             self.reduced, self.last_reduced = self.wire, self._name(unit)
         else:

@@ -211,7 +211,7 @@ def _uniform(number: int, shape: ShapeTable, way: Uniform) -> StageChoice | None
             o
             for o, option in enumerate(unit)
             if all(
-                (each.mode, each.slices, each.two_levels) == (way.mode, 1, False)
+                (each.mode, each.slices, each.two_levels, each.all_reduce_once) == (way.mode, 1, False, False)
                 and each.reduce_once in (way.reduce_once, False)
                 for each in _keys(option)
             )

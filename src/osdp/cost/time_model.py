@@ -113,6 +113,7 @@ class Collective(NamedTuple):
     copied_bytes: int  # moved on the device beside it: casts, copies in and out
     copy_seconds: float
     busy: float = 0.0  # see [Note: Engine] in osdp.profiling.engine
+    once: bool = False  # in the last micro-batch only
 
     @property
     def taken_seconds(self) -> float:
@@ -158,6 +159,8 @@ def slice_work(
         again = _gather(mode, sizes, training, cluster, again=True, two_levels=two_levels)
     if unit.trained and places.leave_again is not None:
         reduce = _visited(_reduce(mode, sizes, training, cluster, two_levels=two_levels), cluster)
+        late = [option.reduce_once or (option.defers(mode) and each.kind == ALL_REDUCE) for each in reduce]
+        reduce = [each._replace(once=once) for each, once in zip(reduce, late, strict=True)]
     held = training.precision.master_bytes * sizes.trained
     step_bytes = training.optimizer.passes * held
     timed = cluster.timed_optimizer(training.optimizer.name)

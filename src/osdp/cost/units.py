@@ -39,6 +39,7 @@ class Option:
     sharded: int = 1
     reduce_once: bool = False
     two_levels: bool = False
+    all_reduce_once: bool = False
 
     @property
     def held(self) -> list[tuple[ShardingMode, int]]:
@@ -46,6 +47,10 @@ class Option:
         sharded = self.sharded if self.mode.is_sharded else 0
         kinds = ((self.mode, sharded), (REPLICATE, self.slices - sharded))
         return [(mode, count) for mode, count in kinds if count]
+
+    def defers(self, mode: ShardingMode) -> bool:
+        """Whether slices that are held in `mode` are all-reduced across nodes in the last micro-batch only."""
+        return self.all_reduce_once and mode.is_reduced_across
 
     def crosses(self, mode: ShardingMode) -> bool:
         """Whether slices that are held in `mode` are exchanged on two levels."""

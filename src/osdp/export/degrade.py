@@ -13,7 +13,7 @@ from osdp.cost.graph import step_graph_of
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan, PlanUnit
 from osdp.recompute import Recompute
-from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
+from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, ShardingMode
 
 # Of each mode the nearest that holds no more memory between steps.
 NEAREST = {REPLICATE: KEEP, FREE_TO_NODE: FREE, KEEP_IN_NODE: KEEP, FREE_IN_NODE: FREE, KEEP: KEEP, FREE: FREE}
@@ -87,9 +87,9 @@ def without_two_levels(plan: Plan) -> tuple[Plan, str | None]:
 
 
 def without_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
-    late = [unit for unit in plan.units if unit.reduce_once]
+    late = [unit for unit in plan.units if unit.reduce_once or unit.all_reduce_once]
     said = f"one reduction a step of {_units(len(late))}: every micro-batch is reduced" if late else None
-    return _with(plan, [replace(unit, reduce_once=False) for unit in plan.units]), said
+    return _with(plan, [replace(unit, reduce_once=False, all_reduce_once=False) for unit in plan.units]), said
 
 
 def all_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
@@ -99,7 +99,7 @@ def all_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
     said = (
         f"a reduction in each micro-batch of {_units(len(early))}: whole gradients are held instead" if early else None
     )
-    return _with(plan, [replace(unit, reduce_once=True) for unit in plan.units]), said
+    return _with(plan, [replace(unit, reduce_once=True, all_reduce_once=False) for unit in plan.units]), said
 
 
 def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
@@ -115,8 +115,9 @@ def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
             merged += 1
             have = units[unit.block]
             mode = have.mode if NEAREST[unit.sharding] == NEAREST[have.sharding] else FREE
-            once = have.reduce_once and unit.reduce_once
-            units[unit.block] = replace(have, mode=mode, reduce_once=once, parameters=have.parameters + unit.parameters)
+            late = {name: getattr(have, name) and getattr(unit, name) for name in ("reduce_once", "all_reduce_once")}
+            late["all_reduce_once"] &= ShardingMode(mode).is_reduced_across
+            units[unit.block] = replace(have, mode=mode, **late, parameters=have.parameters + unit.parameters)
     said = f"{_units(merged)} within blocks: a block is gathered whole" if merged else None
     return _with(plan, list(units.values())), said
 
@@ -158,7 +159,9 @@ def blocks_in(mode: str) -> Change:
 
 
 def _held(unit: PlanUnit, mode: str) -> PlanUnit:
-    return replace(unit, mode=mode, sharded_splits=0 if mode == REPLICATE else max(1, unit.sharded_splits))
+    across = unit.all_reduce_once and ShardingMode(mode).is_reduced_across
+    sharded = 0 if mode == REPLICATE else max(1, unit.sharded_splits)
+    return replace(unit, mode=mode, sharded_splits=sharded, all_reduce_once=across)
 
 
 def _units(number: int) -> str:

@@ -48,6 +48,7 @@ SHARDED_FIRST = {sharded_first}  # deeper units first; the others in their order
 BACKWARD = {backward}
 RECOMPUTED = [{recomputed}]
 {selective}REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
+ALL_REDUCED_ONCE = {across}  # with accumulation: across nodes only in the last micro-batch, in the node at each
 
 
 def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Module:
@@ -79,6 +80,8 @@ def reduce(model: nn.Module, *, last: bool) -> None:
     """Call it before each micro-batch of a step."""
     for index in REDUCED_ONCE:
         model.get_submodule(UNITS[index][0][0]).set_requires_gradient_sync(last, recurse=False)
+    for index in ALL_REDUCED_ONCE:
+        model.get_submodule(UNITS[index][0][0]).set_requires_all_reduce(last, recurse=False)
 '''
 
 
@@ -98,6 +101,7 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
     blocks = dict.fromkeys(unit.block for unit in plan.units if unit.recompute is Recompute.FULL and unit.block)
     selective = [unit.name for unit in plan.units if unit.recompute is Recompute.SELECTIVE]
     once = [index for index, unit in enumerate(plan.units) if unit.reduce_once]
+    across = [index for index, (_, mode, unit) in enumerate(units) if unit.all_reduce_once and mode.is_reduced_across]
     body = _BODY.format(
         batch=plan.batch_size,
         accumulation=plan.accumulation,
@@ -108,6 +112,7 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         selective=_selective(selective),
         selective_loop=_SELECTIVE_LOOP if selective else "",
         once=_numbers(once),
+        across=_numbers(across),
         device_type="cpu" if plan.cluster.device.name == "CPU" else "cuda",
         meshes="\n".join(f"    {name} = {text.format(**sizes)}" for name, text in _MESHES.items() if name in used),
         how="\n".join(f'        "{mode}": {{{text}}},' for mode, text in how.items()),

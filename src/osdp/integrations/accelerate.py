@@ -20,9 +20,10 @@ import accelerate
 from torch import Tensor, nn
 
 from osdp.errors import UsageError
+from osdp.runtime.accumulate import reduced_later
 from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
 from osdp.runtime.clip import clip_grad_norm_
-from osdp.runtime.planned import own_optimizer, reduced_later, runs_a_plan, whole_state_dict
+from osdp.runtime.planned import own_optimizer, runs_a_plan, whole_state_dict
 
 FOLDER = "osdp"  # in a folder of Accelerate's: the checkpoints of models that run a plan
 

@@ -120,7 +120,11 @@ def _held(unit: PlanUnit | None) -> str:
     return ", ".join(words)
 
 
-_FLAGS = {"reduce_once": "reduced once", "two_levels": "two levels"}
+_FLAGS = {
+    "reduce_once": "reduced once",
+    "all_reduce_once": "all-reduced once",
+    "two_levels": "two levels",
+}
 
 
 # ---- printing

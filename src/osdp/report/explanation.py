@@ -214,7 +214,9 @@ def explained(step: StepGraph, index: int, names: tuple[str, ...]) -> Explained:
     for shape in _shapes_of(shapes, index, shaped.shape, shaped.stage.is_block):
         for mode in modes_for(step.cluster):
             two_levels = largest.two_levels and ShardingMode(mode).sharded_over is Scope.WORLD
-            option = Option(mode, reduce_once=largest.reduce_once, two_levels=two_levels)
+            late = {"reduce_once": largest.reduce_once, "all_reduce_once": largest.all_reduce_once}
+            late["all_reduce_once"] &= mode.is_reduced_across
+            option = Option(mode, two_levels=two_levels, **late)
             if shape != shaped.shape or any(each != option for each in mine):
                 changed = _changed(step, shapes, index, shape, names, option)
                 others.append(_alternative(changed, shape, option))

@@ -141,6 +141,7 @@ def _stage(stage: StageBox) -> dict[str, Any]:
                 "sharded": box.unit.sharded_splits,
                 "two_levels": box.unit.two_levels,
                 "reduce_once": box.unit.reduce_once,
+                "all_reduce_once": box.unit.all_reduce_once,
                 "parameters": box.unit.parameters,
                 "held": box.held_bytes,
                 "own_peak": box.own_peak_bytes,

@@ -34,6 +34,7 @@ class UnitRow:
     reduce_once: bool
     two_levels: bool
     parameters: int
+    all_reduce_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,14 @@ def _key(group: Group) -> tuple[object, ...]:
 def _unit_row(unit: PlanUnit, block: str | None) -> UnitRow:
     name = unit.name if block is None else below(unit.name, block)
     return UnitRow(
-        name, unit.mode, unit.splits, unit.sharded_splits, unit.reduce_once, unit.two_levels, unit.parameters
+        name=name,
+        mode=unit.mode,
+        splits=unit.splits,
+        sharded_splits=unit.sharded_splits,
+        reduce_once=unit.reduce_once,
+        two_levels=unit.two_levels,
+        parameters=unit.parameters,
+        all_reduce_once=unit.all_reduce_once,
     )
 
 

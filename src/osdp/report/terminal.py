@@ -113,6 +113,8 @@ def _print_groups(page: PlanPage, out: Console) -> None:
     out.print(indented(table))
     if any(unit.reduce_once for group in page.groups for unit in group.units):
         print_line(out, "* gradients are reduced once a step, after the last micro-batch")
+    if any(unit.all_reduce_once for group in page.groups for unit in group.units):
+        print_line(out, "** gradients are all-reduced across nodes once a step, and reduced in the node before")
 
 
 def _add_group(table: Table, group: Group) -> None:
@@ -128,7 +130,8 @@ def _add_group(table: Table, group: Group) -> None:
 
 
 def _mode(unit: UnitRow) -> str:
-    return unit.mode + ("*" if unit.reduce_once else "") + (", two levels" if unit.two_levels else "")
+    mark = "*" if unit.reduce_once else "**" if unit.all_reduce_once else ""
+    return unit.mode + mark + (", two levels" if unit.two_levels else "")
 
 
 def _slices(unit: UnitRow) -> str:

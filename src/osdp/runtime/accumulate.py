@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from torch import nn
 
 from osdp._torch.fsdp import FSDPModule
-from osdp.runtime.apply import applied_to
+from osdp.runtime.apply import Piece, applied_to
 
 T = TypeVar("T")
 
@@ -19,21 +20,37 @@ def accumulate(model: nn.Module, micro_batches: Sequence[T]) -> Iterator[T]:
         for inputs, targets in osdp.accumulate(model, micro_batches):
             (loss(model(inputs), targets) / len(micro_batches)).backward()
 
-    Units that the plan reduces once keep their gradients until the last micro-batch; the others are reduced each time.
-    Where the loop is left early, they are reduced then; see [Note: Steps that end early]. All ranks leave it alike.
+    Units that the plan reduces once keep their gradients until the last micro-batch, those that it all-reduces once are
+    reduced in the node each time and across nodes then; the others are reduced each time. Where the loop is left early,
+    they are reduced then; see [Note: Steps that end early]. All ranks leave it alike.
     """
     applied = applied_to(model)
-    late = [piece.modules[0] for piece in applied.pieces if piece.unit.reduce_once]
     try:
         for index, batch in enumerate(micro_batches):
-            _reduce(late, index == len(micro_batches) - 1)
+            _complete(applied.pieces, index == len(micro_batches) - 1)
             yield batch
     finally:
-        _reduce(late, True)
+        _complete(applied.pieces, True)
         applied.recovery.leave()
 
 
-def _reduce(modules: Sequence[nn.Module], now: bool) -> None:
-    for module in modules:
+@contextlib.contextmanager
+def reduced_later(model: nn.Module) -> Iterator[None]:
+    """Within it, reductions wait that the plan makes once a step: this is not the last micro-batch."""
+    pieces = applied_to(model).pieces
+    _complete(pieces, False)
+    try:
+        yield
+    finally:
+        _complete(pieces, True)
+
+
+def _complete(pieces: Sequence[Piece], now: bool) -> None:
+    """Whether the next backward makes the reductions that are made once a step."""
+    for piece in pieces:
+        module = piece.modules[0]
         assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(now, recurse=False)
+        if piece.unit.reduce_once:
+            module.set_requires_gradient_sync(now, recurse=False)
+        elif piece.unit.all_reduce_once and piece.mode.is_reduced_across:
+            module.set_requires_all_reduce(now, recurse=False)

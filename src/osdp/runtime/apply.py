@@ -19,6 +19,7 @@ from osdp._torch.clip import clip_over_meshes
 from osdp._torch.fsdp import (
     FSDPParamGroup,
     compute_in_place,
+    keep_partial,
     param_groups,
     prefetch,
     prefetch_early,
@@ -257,6 +258,7 @@ def _use_comm_threads(pieces: Sequence[Piece], meshes: Meshes, reductions: Reduc
         module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
         for group in param_groups(piece.modules[0]):
             scatter = AsyncReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
+            keep_partial(group)
             module.set_custom_all_gather(AsyncAllGather(comm_threads, two_levels=two_levels))
             module.set_custom_reduce_scatter(scatter)
             if not piece.mode.is_sharded:

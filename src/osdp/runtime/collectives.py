@@ -16,6 +16,12 @@ Rank r = node * D + d holds part r. To gather over both levels, ranks with the s
 (a column), then each node gathers every column's part of one node at a time, which puts the parts in their order with
 no copy. To reduce-scatter over both levels the same is done backwards. The network then carries (H-1)/H of the bytes
 where a flat ring over H nodes carries (H*D-1)/(H*D).
+
+[Note: Deferred all-reduce]
+Where several micro-batches make a step, gradients can be reduce-scattered in the node at each of them and all-reduced
+across nodes once, in the last: the network carries them once a step, and a rank holds a shard, not a whole gradient.
+FSDP2 keeps that shard itself on a mesh of several nodes (its `partial_reduce_output`). Here the mesh is the node's
+(see [Note: Engines]): the shard is the unit's `partial`, into which every micro-batch's result is added.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceScatter
+from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceAfterLastCall, ReduceScatter
 from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from osdp.runtime.async_comm import CommThreads, CommWork, Groups, Job, Reductions
 from osdp.runtime.collective_recorder import issue
@@ -68,11 +74,14 @@ class AsyncReduceScatter(_Allocates, ReduceScatter):
     """A mean over all ranks: scattered over the world, or in the node and then all-reduced across nodes."""
 
     def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, *, two_levels: bool) -> None:
+        assert isinstance(unit, ReduceAfterLastCall)
         self._reductions, self._groups, self._unit, self._two_levels = reductions, groups, unit, two_levels
         self.input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks for the input, copies gradients in, then asks for the output."""
+        if self.input is not None and (partial := self._unit.partial) is not None:
+            return partial
         made = super().allocate(size, dtype=dtype, device=device)
         if self.input is None:
             self.input = made
@@ -90,7 +99,11 @@ class AsyncReduceScatter(_Allocates, ReduceScatter):
         groups, arrived = self._groups, torch.empty_like(output_tensor)
         held: tuple[Tensor, ...] = input_tensor, arrived
         if groups.two_levels and groups.like(group) is groups.node:
-            job: Job = partial(_reduce_in_node, output_tensor, input_tensor, arrived)
+            added = None if self._unit.partial is None else torch.empty_like(output_tensor)
+            is_whole = self._unit.all_reduce_grads
+            job: Job = partial(_reduce_in_node, output_tensor, input_tensor, arrived, added, is_whole)
+            held = (*held, output_tensor) if added is None else (*held, output_tensor, added)
+            self._unit.partial = None if is_whole else output_tensor
         elif groups.two_levels and self._two_levels:
             column = input_tensor.new_empty(groups.across.size() * output_tensor.numel())
             job, held = partial(scatter_two_levels, output_tensor, input_tensor, arrived, column), (*held, column)
@@ -237,9 +250,15 @@ def _scatter_over(output: Tensor, whole: Tensor, arrived: Tensor, like: dist.Pro
     scatter_and_average(output, whole, arrived, groups.like(like))
 
 
-def _reduce_in_node(output: Tensor, whole: Tensor, arrived: Tensor, groups: Groups) -> None:
-    _scatter(output, whole, arrived, groups.node)
-    average(output, arrived, groups.across, groups.world.size())
+def _reduce_in_node(
+    output: Tensor, whole: Tensor, arrived: Tensor, added: Tensor | None, is_whole: bool, groups: Groups
+) -> None:
+    """Into `output`, or with `added`, a place for this result, on top of it; across nodes too where it `is_whole`."""
+    _scatter(output if added is None else added, whole, arrived, groups.node)
+    if added is not None:
+        output.add_(added)
+    if is_whole:
+        average(output, arrived, groups.across, groups.world.size())
 
 
 def scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: Tensor, groups: Groups) -> None:

@@ -1,15 +1,13 @@
-"""What frameworks ask of a model that runs a plan: whether it does, and to put off its reductions."""
+"""What frameworks ask of a model that runs a plan: whether it does, whose optimizer is its own, its whole state."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from osdp._torch.fsdp import FSDPModule
 from osdp.errors import UsageError
 from osdp.runtime.apply import applied_to
 from osdp.runtime.split import held_parameters
@@ -35,21 +33,6 @@ def own_optimizer(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
         if any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
             return optimizer
     return None
-
-
-@contextlib.contextmanager
-def reduced_later(model: nn.Module) -> Iterator[None]:
-    """Within it, units that the plan reduces once a step keep their gradients: this is not the last micro-batch."""
-    late = [piece.modules[0] for piece in applied_to(model).pieces if piece.unit.reduce_once]
-    for module in late:
-        assert isinstance(module, FSDPModule)
-        module.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for module in late:
-            assert isinstance(module, FSDPModule)
-            module.set_requires_gradient_sync(True, recurse=False)
 
 
 @torch.no_grad()

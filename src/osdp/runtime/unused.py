@@ -6,6 +6,7 @@ zero and not a gradient: an optimizer would decay the weight and age its moments
 process. No rank can know that alone. So at the end of every backward that reduced anything, one all-reduce of a byte
 for each parameter says which of them got a gradient anywhere; those that did not, and had none before, are left
 without. DDP does the same for models that have unused parameters; here it is done for all, as it costs one latency.
+A gradient that is reduced in the node alone is not one yet: that it was used is remembered until the last micro-batch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class UnusedGradients:
         """What a backward that failed has left."""
         self._any = False
         for param in self._params:
-            param.is_zero = False
+            param.is_zero = param.was_used = False
 
     def _reduced(self) -> None:
         """A parameter is about to be reduced: every rank's are, alike. The first asks for the end of backward."""
@@ -66,9 +67,14 @@ class UnusedGradients:
         used = self._anywhere([not param.is_zero for param in self._params])  # beside the last reduction
         self._finish()
         for param, is_used in zip(self._params, used, strict=True):
-            if not is_used:
-                param.sharded_param.grad = None
-        self.forget()
+            if param.is_reduced_in_part:
+                param.was_used |= is_used
+            else:
+                param.was_used = False
+                if not is_used:
+                    param.sharded_param.grad = None
+            param.is_zero = False
+        self._any = False
 
 
 def largest_of_all(used: Tensor, group: dist.ProcessGroup) -> None:

@@ -13,8 +13,8 @@ osdp.search.streams) where they overlap, the sum of all operations where they do
 in part.
 
 [Note: Micro-batches]
-Of several micro-batches the last one carries the reductions that are made once: there are two kinds of them, OFTEN and
-LAST. The streams meet at the end of each.
+Of several micro-batches the last one carries what is reduced once a step: all of a reduction, its all-reduce across
+nodes, or nothing. So there are two kinds of them, OFTEN and LAST. The streams meet at the end of each.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ class Seconds:
 NO_BYTES = Amount()
 NO_SECONDS = Seconds()
 OFTEN, LAST = False, True  # see [Note: Micro-batches]
-REDUCED = ("reduce", "copy_reduce", "slice_reduce", "slice_wires_reduce")  # only where gradients are reduced
+REDUCED = ("reduce", "copy_reduce", "slice_reduce", "slice_wires_reduce")  # in every micro-batch
+REDUCED_LAST = tuple(f"{name}_last" for name in REDUCED)  # what the last one takes beyond that
 SECONDS = (
     *("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "slice_run", "slice_rest"),
     *("slice_run_again", "slice_rest_again", "slice_reduce", "slice_wires", "slice_wires_reduce", "step"),
+    *REDUCED_LAST,
 )
 
 
@@ -77,7 +79,8 @@ class UnitOption:
     Seconds on the communication stream: `gather`, `gather_again` and `reduce`, of split units one slice's; and of
     copies on the compute stream. Slices take turns: `slice_run` is what forward takes before the last one of them,
     waits included, `slice_rest` what its kernels then take less; `slice_reduce` is added to backward where slices are
-    reduced. `slice_wires` and `slice_wires_reduce` are the other slices' collectives, which hide in these.
+    reduced. `slice_wires` and `slice_wires_reduce` are the other slices' collectives, which hide in these. What ends in
+    `_last` comes on top in the last micro-batch.
     """
 
     key: object
@@ -107,13 +110,21 @@ class UnitOption:
     slice_reduce: Seconds = NO_SECONDS
     slice_wires: Seconds = NO_SECONDS
     slice_wires_reduce: Seconds = NO_SECONDS
+    reduce_last: Seconds = NO_SECONDS
+    copy_reduce_last: Seconds = NO_SECONDS
+    slice_reduce_last: Seconds = NO_SECONDS
+    slice_wires_reduce_last: Seconds = NO_SECONDS
     step: Seconds = NO_SECONDS
-    reduce_once: bool = False
     parts: tuple[tuple[UnitOption, int], ...] = ()  # of units that choose together: each one's option and its slices
 
     def of(self, part: int, sharded: int) -> tuple[UnitOption, int]:
         """The option of one unit of those that choose together, or of the only one."""
         return self.parts[part] if self.parts else (self, sharded)
+
+    @property
+    def differs_last(self) -> bool:
+        """Whether the last micro-batch takes longer than the others."""
+        return any(getattr(self, name) != NO_SECONDS for name in REDUCED_LAST)
 
     @property
     def counts(self) -> range:
@@ -189,7 +200,7 @@ class Problem:
     @cached_property
     def micro_batches(self) -> list[tuple[bool, int]]:
         """The kinds of micro-batches, and how many of each there are; see [Note: Micro-batches]."""
-        once = self.accumulation > 1 and any(o.reduce_once for s in self._shapes() for u in s.units for o in u)
+        once = self.accumulation > 1 and any(o.differs_last for s in self._shapes() for u in s.units for o in u)
         return [(OFTEN, self.accumulation - 1), (LAST, 1)] if once else [(LAST, self.accumulation)]
 
     def _shapes(self) -> Sequence[ShapeTable]:
@@ -346,11 +357,14 @@ def _cross_stage_units(shape: ShapeTable, choice: tuple[StageChoice, ...]) -> tu
 
 def option_seconds(option: UnitOption, sharded: int, names: Sequence[str], last: bool) -> float:
     """What an option takes of some kinds of seconds in a micro-batch."""
-    unreduced = option.reduce_once and not last
-    return sum(getattr(option, name).at(sharded) for name in names if not (unreduced and name in REDUCED))
+    return sum(getattr(option, name).at(sharded) for name in names if last or name not in REDUCED_LAST)
 
 
-_SERIAL = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce")
+_SERIAL = (
+    *("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce"),
+    *("reduce_last", "copy_reduce_last"),
+)
+_SERIAL_SLICES = ("slice_wires", "slice_wires_reduce", "slice_wires_reduce_last")
 
 
 def serial_counts(
@@ -369,7 +383,7 @@ def serial_counts(
     if True not in passes:  # slices are counted with backward
         return counts
     count = len(shape.units[0][0].parts) or len(shape.units) if shape.units else 0
-    counts.update((unit, name) for unit in range(count) for name in ("slice_wires", "slice_wires_reduce"))
+    counts.update((unit, name) for unit in range(count) for name in _SERIAL_SLICES)
     return counts
 
 

@@ -15,6 +15,7 @@ from osdp.search.clock_rows import ClockRows
 from osdp.search.highs import INFINITY
 from osdp.search.problem import (
     REDUCED,
+    REDUCED_LAST,
     SECONDS,
     FloatArray,
     Problem,
@@ -144,7 +145,7 @@ class StageColumns:
                 assert isinstance(unit, int)
                 found[count] = option_seconds(*option.parts[unit], names, last) * self.scale
                 continue
-            wanted = [n for n in names if last or not option.reduce_once or n not in REDUCED]
+            wanted = [n for n in names if last or n not in REDUCED_LAST]
             base, slope = (sum(getattr(getattr(option, n), each) for n in wanted) for each in ("base", "slope"))
             if base:
                 found[count] = base * self.scale
@@ -200,9 +201,9 @@ class StageColumns:
         if matrices is not None:
             times = [self.cost[chosen.count], *np.concatenate(matrices).ravel().tolist()]
         else:
-            often = 0.0 if option.reduce_once else 1.0
-            times = [getattr(option, name).base for name in SECONDS]
-            times += [often * getattr(option, name).base for name in REDUCED]
+            times = [getattr(option, name).base for name in SECONDS if name not in REDUCED_LAST]
+            pairs = zip(REDUCED, REDUCED_LAST, strict=True)  # what the last micro-batch takes of both
+            times += [getattr(option, name).base + getattr(option, last).base for name, last in pairs]
         held = [getattr(option, name).base for name in _BYTES]
         return [*times, *held, *option.forward[:, 0].tolist(), *option.backward[:, 0].tolist()]
 
