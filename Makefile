@@ -40,10 +40,10 @@ demo: $(STAMP) ## measure this machine, plan, train with plain FSDP2 and with th
 	@$(BIN)/python -m examples.demo
 
 test: $(STAMP) browser ## all tests
-	@$(BIN)/python -m pytest -q -n $(JOBS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 test-slow: $(STAMP) ## what takes too long for make test
-	@$(BIN)/python -m pytest -q -n 2 -m slow
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m slow
 
 lint: $(STAMP) ## lint, format and types
 	@$(BIN)/ruff check .

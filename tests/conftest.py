@@ -24,6 +24,43 @@ settings.load_profile("osdp")
 
 GIB = 1024**3
 
+# Test processes share work by file (`--dist loadgroup`), so that what a file captures, plans or trains once is not made
+# anew in each of them. Files that take long begin first, so that none is left when the others are done; those whose
+# tests share little are cut in pieces.
+LONG_FIRST = {
+    "test_train": 1,
+    "test_training_is_exact": 3,
+    "test_timeline_equals_fsdp2": 3,
+    "test_runtime": 3,
+    "test_search_equals_brute_force": 4,
+    "test_profile": 1,
+    "test_many_models": 2,
+    "test_rivals": 1,
+    "test_tables_equal_timeline": 1,
+    "test_compiled": 1,
+    "test_runtime_ranks": 2,
+    "test_export": 1,
+    "test_step_graph": 1,
+    "test_weights": 1,
+    "test_no_network": 1,
+    "test_checkpoint_bad_days": 1,
+    "test_accumulation_left_early": 1,
+    "test_measured": 1,
+    "test_cluster_on_one_machine": 1,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path.stem, []).append(item)
+    order = [name for name in LONG_FIRST if name in files] + [name for name in files if name not in LONG_FIRST]
+    for name in order:
+        pieces = LONG_FIRST.get(name, 1)
+        for index, item in enumerate(files[name]):
+            item.add_marker(pytest.mark.xdist_group(f"{name}-{index * pieces // len(files[name])}"))
+    items[:] = [item for name in order for item in files[name]]
+
 
 def _unit(name: str, **changes: Any) -> PlanUnit:
     """A freed unit of 100 parameters outside blocks, but for the changes."""

@@ -1,4 +1,4 @@
-"""Claims: the search finds what trying every choice finds, on thousands of random small problems.
+"""Claims: the search finds what trying every choice finds, on 500 random small problems; on 2,000 in `make test-slow`.
 
 Also where rows enter the program only once they are exceeded. When time is up it still gives a choice that fits, and a
 bound that no choice beats.
@@ -23,12 +23,12 @@ def size(problem: Problem) -> float:
     return math.prod(len(list(stage_choices(stage))) for stage in problem.stages)
 
 
-@pytest.mark.parametrize("quarter", range(4))  # of two thousand problems: test processes share them
-@settings(max_examples=500)
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in range(2, 8))])
+@settings(max_examples=250)
 @given(seed=seeds)
 @example(seed=2191353)  # no kernels take any time
 @example(seed=181176149)  # a clock that is never in the best choice
-def test_search_equals_brute_force(quarter: int, seed: int) -> None:
+def test_search_equals_brute_force(part: int, seed: int) -> None:
     problem = random_problem(seed)
     if size(problem) > 3000:
         return
@@ -79,8 +79,8 @@ def test_without_time_there_is_a_choice_and_an_honest_bound(many: int, monkeypat
 
 
 def test_random_problems_are_neither_all_hopeless_nor_all_idle() -> None:
-    problems = [random_problem(seed) for seed in range(300)]
+    problems = [random_problem(seed) for seed in range(100)]
     answers = [brute_force(problem) for problem in problems if size(problem) <= 3000]
     fits = [answer for answer in answers if answer is not None]
-    assert len(answers) > 250
+    assert len(answers) > 80
     assert 0.2 * len(answers) < len(fits) < 0.9 * len(answers)
