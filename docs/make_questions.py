@@ -62,12 +62,10 @@ QUESTIONS = (
     ),
     Question(
         "How much memory do I save with the optimizer on the CPU?",
-        "osdp plan llama3-8b --cluster 4xA100-40GB --batch 1 --memory 20GiB",
+        "osdp plan llama3-8b --cluster 8xA100-40GB --batch 1 --memory 24GiB",
         (RATE, "Any of these", "What would"),
-        "Where nothing fits, the page lists what single changes would reach, offloaded states among them"
-        " where they would suffice"
-        " (an estimate:"
-        " osdp does not offload). Here they would not.",
+        "Where nothing fits, the page lists what single changes would reach, the optimizer's states on the CPU"
+        " among them.",
     ),
     Question(
         "Which activation checkpointing should I use?",
@@ -79,7 +77,7 @@ QUESTIONS = (
         "How do checkpointing policies compare?",
         "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8",
         (COMPARED,),
-        "Every usual way is priced with all blocks recomputed, and with none.",
+        "Every baseline is priced with all blocks recomputed, and with none.",
     ),
     Question(
         "What if I checkpoint some blocks only?",
@@ -91,13 +89,14 @@ QUESTIONS = (
         "What does reducing gradients in fp32 cost?",
         f"{FSDP} --reduce-dtype bf16",
         (MEMORY,),
-        "fp32 is what question 1 has; in bf16:",
+        "fp32 is what question 1 has; in bf16 the peak is the same here, as no reduction is under way where it is"
+        " reached. The price is traffic: without `--batch 4` the first lines of the page differ.",
     ),
     Question(
         "What does another precision do to the peak?",
         f"{FSDP} --precision pure-bf16",
         (MEMORY,),
-        "Parameters and states in bf16 too, beside question 1:",
+        "Parameters and states in bf16 too; compare with question 1:",
     ),
     Question(
         "When does HSDP make sense?",

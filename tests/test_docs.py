@@ -1,6 +1,7 @@
 """The documentation builds without a warning, and its Python is Python: names and keywords of osdp's are real.
 
-Blocks that need no ranks and no weights are run.
+Every command of its console blocks is one that osdp takes, with a model that it knows. Blocks that need no ranks and no
+weights are run here, others in test_howto.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +19,18 @@ import pytest
 import torch
 
 import osdp
+from osdp.cli.main import build_parser
+from osdp.cluster import Cluster
 from osdp.model.gpt import GPT, GPTConfig
+from osdp.model.source import presets
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+CONSOLE = re.compile(r"^```(?:console|bash|sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:torchrun .*?-m osdp|osdp) (.*)")
 
 
 def blocks(page: Path) -> list[str]:
@@ -66,6 +75,31 @@ def test_every_page_has_real_python() -> None:
                     parameters = inspect.signature(value).parameters
                     assert set(keywords) <= set(parameters), f"{page.name}: {name} has no {keywords}"
     assert seen > 40
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each osdp command in fenced and indented blocks; lines that leave something out have an ellipsis."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+    for block in (*CONSOLE.findall(text), *INDENTED.findall(text)):
+        for line in block.splitlines():
+            found = COMMAND.match(line)
+            if found and "…" not in line:
+                words = shlex.split(found[1].replace("$cluster", "8xA100-80GB"), comments=True)
+                ends = [words.index(end) for end in (">", "|", "||", "&&") if end in words]
+                yield words[: min(ends, default=len(words))]
+
+
+def test_every_command_is_one_that_osdp_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("profile.toml").write_text(Cluster.parse("8xA100-80GB").to_toml())
+    parser, seen = build_parser(), 0
+    for page in PAGES:
+        for words in commands(page) if page.name != "log.md" else ():
+            arguments = parser.parse_args(words)  # exits where one is not known
+            model = getattr(arguments, "model", None)
+            assert not model or re.search("[:/.]", model) or model in presets(), f"{page.name}: {' '.join(words)}"
+            seen += 1
+    assert seen > 50
 
 
 def test_the_blocks_that_make_a_plan_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

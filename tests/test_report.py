@@ -34,7 +34,7 @@ def test_the_page_says_what_was_assumed_and_what_is_not_trained(plan: Plan) -> N
     text = " ".join(said.getvalue().split())
     assert "480 of them trained" in text
     assert "assumed in tracing: masks hide nothing" in text
-    assert "the loss does not depend on a.w, b.w, c.w and 1 more: held, and not trained" in text
+    assert "the loss does not depend on a.w, b.w, c.w and 1 more: stored, and not trained" in text
     assert not any(words in silent.getvalue() for words in ("trained", "assumed", "depend"))
 
 

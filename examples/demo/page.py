@@ -20,7 +20,7 @@ from .worker import FSDP, FSDP2, PLAN
 
 SETTLING_ROUNDS = 1  # the first makes the optimizer's states and the buffers of the collectives
 NOTE = (
-    "Predictions are for osdp's runtime. Plain FSDP2 waits for every collective on processors: the second row is what "
+    "Predictions are for osdp's runtime. Plain FSDP2 waits for every collective on CPUs: the second row is what "
     "the runtime gains, the third what the plan adds."
 )
 

@@ -257,7 +257,7 @@ class _Space:
                 yield Candidate(recomputed, make, accumulation, low, high)
 
     def seeds(self, way: Way) -> Iterator[Seed]:
-        """A usual way to train as a choice of this space, if the rules allow it."""
+        """A baseline as a choice of this space, if the rules allow it."""
         for candidate in self.candidates:
             size, micro = way.baseline.batch_size, way.baseline.accumulation
             inside = candidate.low <= size <= candidate.high and candidate.accumulation == micro
@@ -287,7 +287,7 @@ CLOSE = 0.01  # of the best rate: within it the smallest micro-batch is preferre
 
 
 def _preferred(found: Found, seeds: Sequence[Seed], batching: Batching, search_seconds: float) -> Found:
-    """The plan with the smallest micro-batch that is within CLOSE of the fastest, and no slower than a usual way."""
+    """The plan with the smallest micro-batch that is within CLOSE of the fastest, and no slower than a baseline."""
     if batching.batch is not None or batching.global_batch is not None:
         return found
     usual = [each.seconds_per_sample for seed in seeds if (each := judged(*seed)) is not None]
@@ -295,7 +295,7 @@ def _preferred(found: Found, seeds: Sequence[Seed], batching: Batching, search_s
 
 
 def _check_against(predicted: Predicted, seeds: Sequence[Seed], cluster: Cluster) -> None:
-    """No plan is slower than a usual way that is in its space: it would be a fault of the search."""
+    """No plan is slower than a baseline that is in its space: it would be a fault of the search."""
     for seed in seeds:
         usual = judged(*seed)
         if usual is None:
@@ -303,7 +303,7 @@ def _check_against(predicted: Predicted, seeds: Sequence[Seed], cluster: Cluster
         rate = cluster.world_size / usual.seconds_per_sample
         if predicted.samples_per_second < rate * (1 - 1e-6):
             raise RuntimeError(
-                f"the search returned a plan of {predicted.samples_per_second:.6g} samples/s, a usual way to train "
+                f"the search returned a plan of {predicted.samples_per_second:.6g} samples/s, a baseline "
                 f"reaches {rate:.6g}: this is a fault of osdp, please report it with the command"
             )
 

@@ -23,7 +23,7 @@ WAYS = (("DDP", REPLICATE), ("ZeRO-2", KEEP), ("FSDP", FREE), ("HSDP", FREE_IN_N
 
 @dataclass(frozen=True)
 class Way:
-    """A usual way to train at its best, and how it holds every unit."""
+    """A baseline at its best, and how it holds every unit."""
 
     baseline: Baseline
     uniform: Uniform

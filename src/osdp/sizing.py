@@ -39,7 +39,7 @@ class Case:
     mfu: float | None = None
     peak_bytes: int | None = None
     best_usual: str | None = None
-    gain: float | None = None  # over the best usual way; None where none of them fits
+    gain: float | None = None  # over the best baseline; None where none of them fits
     gap: float | None = None  # what the proof leaves open
 
     @property
@@ -97,7 +97,7 @@ def case_of(graph: ModelGraph, cluster: Cluster, asked: Asked) -> Case:
 
 
 def best_usual(plan: Plan) -> tuple[str | None, float | None]:
-    """The fastest usual way that fits, and how many times faster the plan is."""
+    """The fastest baseline that fits, and how many times faster the plan is."""
     fitting = [each for each in plan.baselines if each.feasible]
     if not fitting:
         return None, None

@@ -13,7 +13,7 @@ from osdp.planfile import Plan
 
 DESCRIPTION = """\
 Compare two plan files: what they were asked for, what they predict, and the
-units that they hold differently. No model is traced."""
+units that they shard differently. No model is traced."""
 
 EXAMPLES = """\
 examples:

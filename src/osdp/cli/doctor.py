@@ -14,8 +14,8 @@ from osdp.files import write_json
 DESCRIPTION = """\
 Check the machines it runs on, alone or on all ranks that torchrun starts, in
 about a minute: devices, backends, versions; every collective; a small model
-trained in every mode beside a single process; a step's memory, planned and
-measured. Ends with 1 and a sentence if a check fails."""
+trained in every mode and compared with a single process; a step's memory,
+planned and measured. Ends with 1 and a sentence if a check fails."""
 
 EXAMPLES = """\
 examples:

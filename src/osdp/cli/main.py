@@ -44,7 +44,7 @@ DESCRIPTION = """\
 Train a PyTorch model data-parallel at the highest throughput that its devices'
 memory allows.
 
-osdp decides for every operator how it is held, whether it is split, whether its
+osdp decides for every operator how it is sharded, whether it is split, whether its
 activations are recomputed, and with which batch size to train. Planning needs
 no GPU and no weights."""
 
@@ -57,7 +57,7 @@ examples:
   osdp explain plan.json                    what binds it, what more is worth
   osdp report plan.json -o report.html      the plan in pictures
   osdp graph plan.json                      what a step computes and sends
-  osdp verify plan.json                     the plan beside the real runtime
+  osdp verify plan.json                     the plan against the real runtime
   osdp export plan.json --to fsdp2          the plan as plain FSDP2 code
   torchrun --nproc-per-node 8 -m osdp doctor
   torchrun --nproc-per-node 8 -m osdp profile -o profile.toml

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Find the plan with the most samples per second that fits the memory, prove that
-no plan is better, and compare it with the usual ways to train. Nothing is run:
-the model is traced on fake tensors."""
+no plan is better, and compare it with DDP, ZeRO-2, FSDP and, on several nodes,
+HSDP. Nothing is run: the model is traced on fake tensors."""
 
 EXAMPLES = """\
-modes, how a unit's parameters are held:
+modes, how a unit's parameters are sharded:
   replicate     whole on every rank; gradients are all-reduced (data parallel)
   keep          sharded over all ranks; gathered in forward, kept for backward
   free          sharded over all ranks; gathered for forward, freed, gathered
@@ -90,7 +90,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=tuple(PRECISIONS),
         default="bf16",
-        help="bf16: computes in bf16, holds fp32; fp32; pure-bf16: all in bf16 (default: %(default)s)",
+        help="bf16: computes in bf16, stores fp32; fp32; pure-bf16: all in bf16 (default: %(default)s)",
     )
     group.add_argument(
         "--reduce-dtype",
@@ -131,7 +131,7 @@ def add_restrictions(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=MODE",
         action="append",
         type=read_pin,
-        help="hold the units whose name matches in this mode, such as 'lm_head=keep'; may be repeated",
+        help="use this mode for the units whose name matches, such as 'lm_head=keep'; may be repeated",
     )
     group.add_argument(
         "--modes", metavar="A,B", type=read_modes, help="use these modes only (default: all that the cluster has)"
@@ -215,7 +215,7 @@ def pins_of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     pins: dict[str, str] = {}
     for pattern, mode in pairs:
         if pins.setdefault(pattern, mode) != mode:
-            raise UsageError(f"--pin holds {pattern!r} in {pins[pattern]} and in {mode}; keep one of them")
+            raise UsageError(f"--pin gives {pattern!r} the modes {pins[pattern]} and {mode}; keep one of them")
     return pins
 
 

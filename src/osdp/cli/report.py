@@ -15,9 +15,9 @@ from osdp.planfile import Plan
 DESCRIPTION = """\
 Write a plan as one HTML file: the memory of a step over time, by part, against
 the limit; the two streams with their stalls; throughput by batch size; how
-every block of the model is held; the plan and each usual way to train side by
-side; what was measured beside what was predicted; and the proof. The file has
-all that it needs inside, and opens without a network.
+every block of the model is sharded; the plan and each baseline (DDP, ZeRO-2,
+FSDP, HSDP) side by side; measurements against predictions; and the proof. The
+file has all that it needs inside, and opens without a network.
 
 The model is traced again: from the name in the plan, or from --model."""
 

@@ -26,13 +26,13 @@ T = TypeVar("T")
 DESCRIPTION = """\
 Plan a model for every combination of memory, number of devices and length of
 samples, and compare: which fits, how fast it is, and what a plan gains over the
-best usual way. The model is traced once for each length."""
+best baseline. The model is traced once for each length."""
 
 EXAMPLES = """\
 examples:
   osdp whatif gpt2-xl --cluster 8xA100-40GB --memory 16,24,40,80GiB
   osdp whatif llama3-8b --cluster 8xH100 --devices 8,16,64 -o scaling.svg
-  osdp whatif gpt2 --cluster 8xL4 --seq-len 512,1024,2048 --json"""
+  osdp whatif bert-large --cluster 8xL4 --seq-len 512,1024,2048 --json"""
 
 MOST_CASES = 100
 

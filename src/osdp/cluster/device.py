@@ -69,7 +69,7 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks are processes on processors, joined by gloo: no streams, and no memory but the machine's."""
+        """Whether ranks are processes on CPUs, joined by gloo: no streams, and no memory but the machine's."""
         return self.name.upper().startswith("CPU")
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ next unit's reduction begins. The result, in the master's dtype, is the rank's g
 is exchanged on two levels room for a column. A reduction begins, then the one before it is waited for.
 
 [Note: Copy-in]
-On processors the kernel that copies gradients in (`_chunk_cat`) first makes padded copies of all that do not divide
+On CPUs the kernel that copies gradients in (`_chunk_cat`) first makes padded copies of all that do not divide
 over the ranks, and where the reduction has another dtype it copies one gradient at a time before it casts it. On CUDA
 it is one kernel without copies.
 

@@ -191,7 +191,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Uniform:
-    """One way for all units: blocks are gathered whole, nothing is split; as the usual ways to train are."""
+    """One way for all units: blocks are gathered whole, nothing is split; as the baselines are."""
 
     mode: ShardingMode
     recompute: Recompute

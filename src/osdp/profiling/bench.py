@@ -8,8 +8,8 @@ actions are run several times a try. All ranks see the same numbers, so they dec
 up: then one try must do.
 
 [Note: Processors]
-Four ranks that compute on two processors take turns, and which of them is done first is chance: one and the same pass
-ended after 60 to 130 ms on single ranks. Seconds of processor are steady. So passes that compute and do nothing else
+Four ranks that compute on two CPUs take turns, and which of them is done first is chance: one and the same pass
+ended after 60 to 130 ms on single ranks. CPU seconds are steady. So passes that compute and do nothing else
 are timed in these, and multiplied by one `clock_factor`: how much longer it takes by the clock until the slowest rank
 is done with several steps in a row. On accelerators, which nobody shares, and where a rank computes with several
 threads, of which some only wait, passes are timed by the clock.

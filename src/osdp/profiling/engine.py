@@ -12,7 +12,7 @@ every byte that is copied, beyond the memory's rate, is `copy_byte_seconds`: fre
 
 Large blocks tell how far compute and communication hide behind each other. A pass takes max(C, M) + busy · min(C, M) of
 each block's compute C and communication M: who carries bytes needs the processor, or units of the accelerator, and
-ranks that share processors reach a collective at different times. On few tokens, where C is a fraction of M, passes
+ranks that share CPUs reach a collective at different times. On few tokens, where C is a fraction of M, passes
 tell by which `factor` a collective's latency differs from when it was alone: two that are under way hide each other's,
 and threads that compute make it longer. Bytes take what they took. On many tokens, where C is about M, all passes of a
 `Probe` together tell busy. That of collectives over all ranks is the cluster's overlap, 1 - busy; what those inside

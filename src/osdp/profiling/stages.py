@@ -4,7 +4,7 @@
 Capture cuts a step into stages at marks (see [Note: Stage] in osdp.model.graph). Here the same hooks feed a clock in
 place of the recorder, while the model runs on real tensors in the compute dtype, without FSDP2, on all ranks at once.
 Large models are cut in depth as in [Note: Depth] of osdp.model.shorten: of a run of equal blocks four are run. Small
-ones are run whole: where ranks share processors, short passes take less than their part of long ones. Stages of one
+ones are run whole: where ranks share CPUs, short passes take less than their part of long ones. Stages of one
 signature are averaged. What is typical of a pass (see `typical`, and [Note: Processors]) is divided over the stages in
 the proportion of their means, so that the stages' seconds add up to what a pass took. A larger batch never takes less:
 where noise says so, both get the mean.

@@ -1,7 +1,7 @@
 """A plan tried for a few steps on the real ranks: what a step takes, and what it holds at most.
 
 [Note: Allocator]
-On accelerators the allocator counts for itself. On processors torch's profiler reports every allocation and every
+On accelerators the allocator counts for itself. On CPUs torch's profiler reports every allocation and every
 free; what was there before the step (parameters, optimizer states, buffers, inputs) is counted by storage and added.
 """
 

@@ -137,7 +137,7 @@ def print_difference(found: PlanDifference, names: tuple[str, str], out: Console
     print_heading(out, "Predicted")
     _table(out, names, [_cells(each) for each in found.figures if each.before or each.after])
     print_heading(out, "Units")
-    print_line(out, f"{found.same_units} units are held alike")
+    print_line(out, f"{found.same_units} units are sharded alike")
     if found.units:
         table = make_table(("unit", "left"), (names[0], "left"), (names[1], "left"), ("parameters", "right"))
         for each in found.units:

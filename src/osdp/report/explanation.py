@@ -75,14 +75,14 @@ class Explained:
         fitting = [each for each in others if each.fits]
         faster = [each for each in others if not each.fits and each.step_seconds < self.chosen.step_seconds]
         if not others:
-            return "there is no other way to hold it here"
+            return "there is no other mode, split or recompute for it here"
         if faster:
             best = min(faster, key=lambda each: each.step_seconds)
             return f"{describe(best)} would be faster and does not fit the memory"
         if fitting and min(each.step_seconds for each in fitting) < self.chosen.step_seconds * (1 - 1e-9):
             best = min(fitting, key=lambda each: each.step_seconds)
             return f"{describe(best)} would be faster by less than the proof leaves open"
-        return "no other way to hold it is faster"
+        return "no other mode, split or recompute is faster"
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ BASES = {
     CALIBRATED: "speeds: calibrated on published runs on such devices",
     DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
 }
-WORTH_IT = 1.02  # times the best usual way: below that a plan gains little
+WORTH_IT = 1.02  # times the best baseline: below that a plan gains little
 
 
 def way_name(name: str, recompute: Recompute) -> str:
@@ -195,15 +195,15 @@ def way_name(name: str, recompute: Recompute) -> str:
 
 
 def gain_sentence(page: PlanPage) -> str:
-    """What the plan gains over the best of the usual ways."""
+    """What the plan gains over the best of the baselines."""
     fitting = [row for row in page.baselines if row.ratio is not None]
     if not fitting:
-        return "no usual way to train fits" if page.baselines else ""
+        return "no baseline fits" if page.baselines else ""
     best = min(fitting, key=lambda row: row.ratio or 0.0)
     name = way_name(best.name, best.recompute)
     ratio = best.ratio or 0.0
     if ratio >= WORTH_IT:
-        return f"{ratio:.2f} times the best usual way, {name}"
+        return f"{ratio:.2f} times the best baseline, {name}"
     return f"{name} is as fast within {100 * max(ratio - 1, 0.0):.1f} %: a plan is hardly worth it here"
 
 
@@ -215,7 +215,7 @@ def unused_sentence(page: PlanPage) -> str:
     if not page.unused:
         return ""
     more = f" and {len(page.unused) - SHOWN_NAMES} more" if len(page.unused) > SHOWN_NAMES else ""
-    return f"the loss does not depend on {', '.join(page.unused[:SHOWN_NAMES])}{more}: held, and not trained"
+    return f"the loss does not depend on {', '.join(page.unused[:SHOWN_NAMES])}{more}: stored, and not trained"
 
 
 def misfit_page(error: DoesNotFit) -> MisfitPage:

@@ -1,6 +1,6 @@
 """Everything that the HTML report shows, computed from a plan and its model: values, no drawing.
 
-A plan file has the plan's figures and those of the usual ways to train; what happens within a step is computed again
+A plan file has the plan's figures and those of the baselines; what happens within a step is computed again
 from the model, by the same cost model.
 """
 

@@ -35,7 +35,7 @@ def print_cases(title: str, found: Sequence[Case], out: Console) -> None:
     for row, case in enumerate(found):
         table.add_row(*(values[row] for values in differ.values()), *_figures(case))
     out.print(indented(table))
-    print_line(out, "gain: over the best usual way that fits")
+    print_line(out, "gain: over the best baseline that fits")
 
 
 def _figures(case: Case) -> tuple[str, str, str, str, str]:

@@ -104,7 +104,7 @@ def _bar(share: float, out: Console) -> str:
 def _print_groups(page: PlanPage, out: Console) -> None:
     print_heading(out, "Plan")
     held = ", ".join(f"{part.name} {format_share(part.share)}" for part in page.held)
-    print_line(out, f"parameters held: {held}")
+    print_line(out, f"parameters by mode: {held}")
     table = make_table(
         *(("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left"), ("parameters", "right"))
     )

@@ -1,7 +1,7 @@
 """Gradient clipping over units that are held in different ways.
 
 [Note: Pieces]
-On processors torch computes a norm in another precision from a copy of the whole tensor: in double precision twice the
+On CPUs torch computes a norm in another precision from a copy of the whole tensor: in double precision twice the
 largest gradient, which no plan has. In single precision it makes no copy, but the sum of 20 million squares is off by
 0.1 %. So norms are taken of pieces in their own precision, or, for 16 bits, in single precision by a small copy, and
 put together in double precision. Accelerators cast as they read.

@@ -8,7 +8,7 @@ such. The rest are activations and temporaries of kernels, which only their use 
 
 [Note: Kernels' copies]
 A kernel of torch that is made of others allocates inside, which fake tensors do not show. Of those in a step it matters
-in three: on processors, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
+in three: on CPUs, `_chunk_cat` copies gradients on their way into a reduction (see [Note: Copy-in] in
 osdp.cost.lifetimes), and attention, and products in 16 bits, take working space (see [Note: Workspaces] in
 osdp.model.kernels). The recorder makes the same copies, and adds that space, where it sees such a kernel.
 """
@@ -45,7 +45,7 @@ _FRAMES = 12  # from the allocation up to FSDP2 there are fewer
 class MemoryAttributionRecorder(Recorder):
     """Follows every storage from its allocation to its end.
 
-    `issued` records the collectives that it sees; None where they are carried, on processors.
+    `issued` records the collectives that it sees; None where they are carried, on CPUs.
     """
 
     def __init__(self, issued: Recording | None) -> None:

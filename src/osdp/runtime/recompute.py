@@ -1,7 +1,7 @@
 """Recomputes blocks in backward with the random numbers of their forward.
 
 [Note: Draws]
-A checkpoint copies the state of the random numbers before every block, 5 KB on processors, and restores it in backward.
+A checkpoint copies the state of the random numbers before every block, 5 KB on CPUs, and restores it in backward.
 Most blocks draw nothing, so the states before them are equal: with `share_draws` they share one copy. Accelerators'
 states are a few bytes on the host, and fake tensors have none: there torch's own checkpoint does it.
 """

@@ -22,7 +22,7 @@ from osdp.search.solve import Search, may_fit, relaxed_bound, solve_exactly
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
 BOUNDING_SECONDS = 10.0
 LARGE, GAIN = 32, 1e-3  # see [Note: Interval]
-FIRST_SHARE = 0.25  # of the time goes to the batch size of the best usual way, before others are looked at
+FIRST_SHARE = 0.25  # of the time goes to the batch size of the best baseline, before others are looked at
 
 
 @dataclass(frozen=True)

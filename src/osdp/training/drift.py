@@ -83,7 +83,7 @@ class Pace:
         return found or [f"{cluster.label} is not as it was measured (run `osdp profile` again, with nothing beside)"]
 
     def _memory(self) -> Iterator[str]:
-        """Resident memory has libraries' buffers in it too: on processors only what passes the limit counts."""
+        """Resident memory has libraries' buffers in it too: on CPUs only what passes the limit counts."""
         peak, predicted = max(each.peak_bytes for each in self._timings), self._plan.predicted
         on_cpu = self._plan.cluster.device.is_cpu
         if predicted.peak_bytes <= 0 or (on_cpu and peak <= predicted.limit_bytes):

@@ -90,7 +90,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"{plan.model.name} on {plan.cluster.label}: {plan.precision}, {plan.optimizer}",
         f"{batch} = global batch {plan.global_batch}",
-        f"parameters held: {', '.join(shares)}; {recomputed} blocks recomputed",
+        f"parameters by mode: {', '.join(shares)}; {recomputed} blocks recomputed",
     ]
 
 

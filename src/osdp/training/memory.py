@@ -1,4 +1,4 @@
-"""What a rank's tensors take at most: measured by the allocator on accelerators, by the system on processors."""
+"""What a rank's tensors take at most: measured by the allocator on accelerators, by the system on CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class PeakMemory:
     """The highest memory of this process since `begin`, above what it held then.
 
-    On processors that is resident memory: it has, beside tensors, buffers of libraries and what the allocator keeps.
+    On CPUs that is resident memory: it has, beside tensors, buffers of libraries and what the allocator keeps.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -170,7 +170,11 @@
     const marks = log ? Array.from({ length: Math.floor(Math.log2(most)) + 1 }, (_, i) => 2 ** i) : Array.from({ length: most }, (_, i) => i + 1);
     for (const b of marks) add(svg, "text", { x: x(b), y: bottom + 17, "text-anchor": "middle" }, b);
     add(svg, "text", { x: (left + width) / 2, y: height - 3, "text-anchor": "middle" }, "micro-batch of a device");
-    if (data.bound) { add(svg, "line", { x1: left, x2: width - RIGHT, y1: y(data.bound), y2: y(data.bound), class: "limitline" }); add(svg, "text", { x: left + 6, y: y(data.bound) - 6, class: "limit halo" }, `no plan exceeds ${three(data.bound)}`); }
+    if (data.bound) {
+      const at = data.bound_batch, from = at ? Math.max(left, x(at) - 40) : left, to = at ? Math.min(width - RIGHT, x(at) + 40) : width - RIGHT;
+      add(svg, "line", { x1: from, x2: to, y1: y(data.bound), y2: y(data.bound), class: "limitline" });
+      add(svg, "text", { x: left + 6, y: y(data.bound) - 6, class: "limit halo" }, `no plan ${at ? `of micro-batch ${at} ` : ""}exceeds ${three(data.bound)}`);
+    }
     const c = add(add(svg, "defs", {}), "clipPath", { id: "rates-clip" }); add(c, "rect", { x: left, y: 0, width: width - left, height: bottom });
     const inside = add(svg, "g", { "clip-path": "url(#rates-clip)" });
     [...data.rates.keys()].reverse().forEach((i) => {
