@@ -164,7 +164,7 @@ def test_the_help_of_plan_explains_every_mode(capsys: pytest.CaptureFixture[str]
         (("--pin", "lm_head"), "is not PATTERN=MODE; write it as 'lm_head=keep'"),
         (("--pin", "=keep"), "is not PATTERN=MODE"),
         (("--pin", "head=hold"), "unknown mode 'hold'; the modes are replicate, keep"),
-        (("--pin", "head=keep", "--pin", "head=free"), "in keep and in free; keep one of them"),
+        (("--pin", "head=keep", "--pin", "head=free"), "the modes keep and free; keep one of them"),
         (("--modes", "keep,hold"), "unknown mode 'hold'; the modes are"),
         (("--modes", ""), "unknown mode ''"),
         (("--precision", "fp8"), "invalid choice: 'fp8'"),

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import graph_of, tiny
+from architectures import LENGTH, graph_of, tiny
 from frameworks import (
     ACCUMULATION,
+    BATCH,
     CLIP,
     RANKS,
     STEPS,
@@ -52,8 +54,12 @@ def run_text(text: str) -> dict[str, Any]:
     return found
 
 
-def train(model: nn.Module, reduce: Callable[..., None] | None = None) -> list[float]:
-    """Our loop without osdp.accumulate: the model is not osdp's."""
+def train(
+    model: nn.Module,
+    reduce: Callable[..., None] | None = None,
+    clip: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
+) -> list[float]:
+    """Our loop without osdp.accumulate and osdp.clip_grad_norm_: the model is not osdp's."""
     optimizer = adamw(model)
     losses = []
     for step in range(STEPS):
@@ -64,7 +70,7 @@ def train(model: nn.Module, reduce: Callable[..., None] | None = None) -> list[f
             loss = model(**micro_batch(step * ACCUMULATION + index)).loss / ACCUMULATION
             loss.backward()
             total += loss.detach()
-        osdp.clip_grad_norm_(model.parameters(), CLIP)
+        clip(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
@@ -80,7 +86,7 @@ def whole_model(folder: Path) -> Any:
 
 def by_fsdp2(text: str, folder: Path) -> list[float]:
     found = run_text(text)
-    return train(found["parallelize"](whole_model(folder)), found["reduce"])
+    return train(found["parallelize"](whole_model(folder)), found["reduce"], found["clip_grad_norm_"])
 
 
 def by_transformers(text: str, folder: Path) -> list[float]:
@@ -132,15 +138,13 @@ def by_lightning(text: str, folder: Path) -> list[float]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return adamw(self.model)
 
-        def configure_gradient_clipping(self, optimizer: Any, *unused: Any, **more: Any) -> None:
-            osdp.clip_grad_norm_(self.model.parameters(), CLIP)  # as the text says
-
     module = Module()
     trainer = lightning.Trainer(
         **{"accelerator": "cpu", "devices": RANKS, "max_steps": STEPS, "logger": False, "enable_progress_bar": False},
         **{"enable_checkpointing": False, "enable_model_summary": False, "accumulate_grad_batches": ACCUMULATION},
         strategy=ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1),
         use_distributed_sampler=False,
+        gradient_clip_val=CLIP,
     )
     trainer.fit(module, torch.utils.data.DataLoader(range(STEPS * ACCUMULATION), batch_size=1))  # type: ignore[arg-type]
     own = torch.tensor(module.losses)
@@ -171,10 +175,16 @@ def test_exports_train_as_osdp_does(tmp_path: Path) -> None:
 # torchtitan has models of its own
 
 
-def titan() -> nn.Module:
-    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+def titan_args() -> Any:
+    from torchtitan.models.llama3 import TransformerModelArgs
 
-    return Transformer(TransformerModelArgs(dim=32, n_layers=3, n_heads=4, vocab_size=90, max_seq_len=16))
+    return TransformerModelArgs(dim=32, n_layers=3, n_heads=4, vocab_size=90, max_seq_len=16)
+
+
+def titan() -> nn.Module:
+    from torchtitan.models.llama3 import Transformer
+
+    return Transformer(titan_args())
 
 
 @cache
@@ -185,41 +195,69 @@ def titan_graph() -> Any:
     return capture(model, (torch.zeros(1, 8, dtype=torch.long),), loss=loss, name="titan", compute_dtype="fp32")
 
 
-def by_torchtitan(plan: Plan, text: str) -> tuple[list[float], list[float]]:
+def by_torchtitan(plan: Plan, text: str, folder: Path) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of torchtitan's own Trainer, with our runtime and with the export."""
     as_torchrun_starts_it()
-    from torchtitan.config import JobConfig
-    from torchtitan.distributed import ParallelDims
-
-    def losses(shard: Callable[[nn.Module], nn.Module]) -> list[float]:
-        torch.manual_seed(2)
-        model = titan()
-        with torch.no_grad():
-            model.init_weights(torch.device("cpu"))
-        model = shard(model)
-        optimizer = adamw(model)
-        found = []
-        for step in range(3):
-            loss = model(micro_batch(step)["input_ids"]).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        return found
-
-    dims = ParallelDims(dp_replicate=1, dp_shard=RANKS, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=RANKS)
+    # torchtitan takes "cuda" where there is no accelerator: it is shown the CPU, with the calls that its trainer makes.
+    calls: dict[str, Any] = {"get_device_name": "CPU", "current_device": 0, "memory_stats": {}}
+    calls |= {"get_device_properties": SimpleNamespace(total_memory=1 << 34)}
+    calls |= dict.fromkeys(("set_device", "synchronize", "reset_peak_memory_stats", "empty_cache"))
+    device = SimpleNamespace(**{name: lambda *_, value=value: value for name, value in calls.items()})
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch._utils._get_device_module = lambda _: device
     parallelize_fn = run_text(text)["parallelize_fn"]
-    own = losses(lambda model: osdp.parallelize(model, plan))
-    return own, losses(lambda model: parallelize_fn(model, dims, JobConfig()))
+    return [
+        titan_run(lambda model, *_: osdp.parallelize(model, plan), folder / "own"),
+        titan_run(parallelize_fn, folder / "exported"),
+    ]
 
 
-def test_a_parallelize_fn_of_torchtitan_trains_its_model_as_osdp_does() -> None:
+def titan_run(parallelize_fn: Callable[..., nn.Module], folder: Path) -> list[tuple[float, float]]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.config import JobConfig
+    from torchtitan.models.llama3 import get_train_spec
+    from torchtitan.protocols.train_spec import register_train_spec
+    from torchtitan.train import Trainer
+
+    found: list[tuple[float, float]] = []
+
+    class Kept(MetricsProcessor):
+        def log(self, step: int, loss: float, most: float, norm: float, **_: Any) -> None:
+            found.append((float(loss), norm))
+
+    def batches(**_: Any) -> list[Any]:
+        tokens = [micro_batch(step)["input_ids"] for step in range(STEPS)]
+        return [({"input": each[:, :-1]}, each[:, 1:]) for each in tokens]
+
+    spec = replace(get_train_spec(), model_args={"tiny": titan_args()}, parallelize_fn=parallelize_fn)
+    spec = replace(spec, build_dataloader_fn=batches, build_tokenizer_fn=None, state_dict_adapter=None)
+    register_train_spec(folder.name, replace(spec, build_metrics_processor_fn=Kept))
+    config = JobConfig()
+    config.model.name, config.model.flavor, config.job.dump_folder = folder.name, "tiny", str(folder)
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = BATCH, LENGTH - 1, STEPS
+    config.training.mixed_precision_param, config.training.max_norm = "float32", CLIP
+    config.activation_checkpoint.mode, config.metrics.log_freq = "none", 1
+    trainer = Trainer(config)
+    torch.manual_seed(2)
+    whole = titan()
+    with torch.no_grad():
+        whole.init_weights(torch.device("cpu"))
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(trainer.model_parts[0], whole.state_dict(), options=options)
+    trainer.train()
+    return found
+
+
+def test_torchtitans_own_trainer_trains_the_export_as_osdp_does(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
     plan = plan_by_hand(titan_graph(), str(RANKS), modes=(FREE, KEEP, REPLICATE), recompute=(True, False))
     with torch.device("meta"):
         model = titan()
     text = export(plan, titan_graph(), model, target="torchtitan").text
-    for own, theirs in run_ranks(RANKS, by_torchtitan, plan, text, timeout_seconds=200):
-        assert theirs == pytest.approx(own, rel=1e-5) and own[0] > own[-1]
+    for own, exported in run_ranks(RANKS, by_torchtitan, plan, text, tmp_path, timeout_seconds=200):
+        assert len(own) == STEPS and own[0][0] > own[-1][0] and min(norm for _, norm in own) > CLIP  # it is clipped
+        assert torch.tensor(exported) == pytest.approx(torch.tensor(own), rel=1e-5)
 
 
 # Every mode, and what is said

@@ -15,8 +15,8 @@ DESCRIPTION = """\
 Say why a plan is as it is. With UNIT: what every other mode, split or recompute
 of that block or unit would cost in time and memory, with all else as planned.
 Without: where the memory limit binds, what computation waits for, and what one
-more GiB or Gbit/s would be worth. A GiB is priced by planning again, which takes
-a while; --no-prices leaves that out.
+more GiB or Gbit/s would be worth. A GiB is priced by planning again, which
+takes a while; --no-prices leaves that out.
 
 The model is traced again: from the name in the plan, or from --model."""
 

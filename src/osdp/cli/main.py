@@ -44,9 +44,9 @@ DESCRIPTION = """\
 Train a PyTorch model data-parallel at the highest throughput that its devices'
 memory allows.
 
-osdp decides for every operator how it is sharded, whether it is split, whether its
-activations are recomputed, and with which batch size to train. Planning needs
-no GPU and no weights."""
+osdp decides for every operator how it is sharded, whether it is split, whether
+its activations are recomputed, and with which batch size to train. Planning
+needs no GPU and no weights."""
 
 EXAMPLES = """\
 examples:

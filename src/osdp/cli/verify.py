@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from osdp.verify import Verification
 
 DESCRIPTION = """\
-Run a plan's training step with the real FSDP2 in this process: fake tensors, and
-a process group of the plan's full size without other processes. Compare the
+Run a plan's training step with the real FSDP2 in this process, on fake tensors
+and a process group of the plan's full size without other processes. Compare the
 peak memory, what it consists of, and every collective in its order with what
 the plan says. No device is needed.
 

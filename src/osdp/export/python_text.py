@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 BATCH_SIZE, ACCUMULATION = {batch}, {accumulation}  # micro-batch of a device, micro-batches of a step
 
-# Units in the order of forward, each with the modules that are gathered together and how they are held.
+# Units in the order of forward, each with the modules that are gathered together, and their mode.
 UNITS = [
 {units}
 ]
@@ -118,7 +118,27 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         how="\n".join(f'        "{mode}": {{{text}}},' for mode, text in how.items()),
         policy=_policy(plan),
     )
-    return head + "\n" + body.lstrip("\n")
+    return head + "\n" + body.lstrip("\n") + (_CLIP if on_several_meshes(plan) else "")
+
+
+_CLIP = '''
+
+def clip_grad_norm_(parameters, max_norm: float, norm_type: float = 2.0, *unused, **more) -> torch.Tensor:
+    """In place of torch.nn.utils.clip_grad_norm_, which takes gradients of one mesh: here they lie on several."""
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    meshes = dict.fromkeys(parameter.grad.device_mesh for parameter in parameters)
+    groups = [[each for each in parameters if each.grad.device_mesh == mesh] for mesh in meshes]
+    norms = [torch.nn.utils.get_total_norm([each.grad for each in group], norm_type) for group in groups]
+    total = torch.linalg.vector_norm(torch.stack([norm.full_tensor() for norm in norms]), norm_type)
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+'''
+
+
+def on_several_meshes(plan: Plan) -> bool:
+    """Whether gradients lie on different meshes, which torch's own clipping does not take."""
+    return len({_mesh_of(unit.mode) for unit in plan.units}) > 1
 
 
 _SELECTIVE_LOOP = """    for name in SELECTIVE:
@@ -229,15 +249,18 @@ class ParallelMixin:
             parallelize(self.model, self.device_mesh.device_type)
 '''
 
+_LIGHTNING_CLIP = """
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        if gradient_clip_algorithm not in (None, "norm"):
+            raise ValueError(f"gradient_clip_algorithm is {gradient_clip_algorithm}; give norm")
+        if gradient_clip_val:
+            clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+"""
+
 
 def lightning_text(plan: Plan, head: str, model: nn.Module) -> str:
-    meshes = {_mesh_of(unit.mode) for unit in plan.units}
-    if len(meshes) > 1:
-        head += (
-            "\n# gradient_clip_val fails in Lightning where units lie on several meshes, as here: clip with"
-            "\n# osdp.clip_grad_norm_, or use osdp.integrations.lightning.PlanMixin."
-        )
-    return fsdp2_text(plan, head, model) + _LIGHTNING.format(ranks=plan.cluster.world_size)
+    mixin = _LIGHTNING.format(ranks=plan.cluster.world_size)
+    return fsdp2_text(plan, head, model) + mixin + (_LIGHTNING_CLIP if on_several_meshes(plan) else "")
 
 
 def _mesh_of(mode: str) -> str:
@@ -253,9 +276,15 @@ def parallelize_fn(model: nn.Module, parallel_dims, job_config) -> nn.Module:
     """
     if parallel_dims.world_size != {ranks} or parallel_dims.tp > 1 or parallel_dims.pp > 1 or parallel_dims.cp > 1:
         raise ValueError("the plan is for {ranks} ranks of data parallelism and nothing else")
-    return parallelize(model)
+{clip}    return parallelize(model)
 '''
+
+_TORCHTITAN_CLIP = """    import torchtitan.distributed.utils
+
+    torchtitan.distributed.utils.clip_grad_norm_ = clip_grad_norm_  # its own takes gradients of one mesh
+"""
 
 
 def torchtitan_text(plan: Plan, head: str, model: nn.Module) -> str:
-    return fsdp2_text(plan, head, model) + _TORCHTITAN.format(ranks=plan.cluster.world_size)
+    clip = _TORCHTITAN_CLIP if on_several_meshes(plan) else ""
+    return fsdp2_text(plan, head, model) + _TORCHTITAN.format(ranks=plan.cluster.world_size, clip=clip)
