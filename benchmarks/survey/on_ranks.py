@@ -209,7 +209,9 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=25, help="how many (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for each (%(default)s)")
     parser.add_argument("--only", default="", help="architectures whose name has this in it, several with commas")
-    parser.add_argument("--out", type=Path, help="a file of one JSON line for each; what is equal in it is not run again")
+    parser.add_argument(
+        "--out", type=Path, help="a file of one JSON line for each; what is equal in it is not run again"
+    )
     options = parser.parse_args()
     warm_up()
     wanted = [part for part in options.only.split(",") if part]
