@@ -125,11 +125,14 @@ _CLIP = '''
 
 def clip_grad_norm_(parameters, max_norm: float, norm_type: float = 2.0, *unused, **more) -> torch.Tensor:
     """In place of torch.nn.utils.clip_grad_norm_, which takes gradients of one mesh: here they lie on several."""
+    from torch.distributed.tensor import DTensor
+
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     meshes = dict.fromkeys(parameter.grad.device_mesh for parameter in parameters)
     groups = [[each for each in parameters if each.grad.device_mesh == mesh] for mesh in meshes]
     norms = [torch.nn.utils.get_total_norm([each.grad for each in group], norm_type) for group in groups]
-    total = torch.linalg.vector_norm(torch.stack([norm.full_tensor() for norm in norms]), norm_type)
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for group in groups:
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
