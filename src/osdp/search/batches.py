@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from osdp.search.effort import now
 from osdp.search.highs import INFINITY
 from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
 from osdp.search.solve import Search, may_fit, relaxed_bound, solve_exactly
@@ -104,15 +105,17 @@ def _sizes(candidate: Candidate) -> list[int]:
     return sizes
 
 
-def _first_look(candidates: Sequence[Candidate], best: Found | None, *, seconds: float) -> Found | None:
+def _first_look(
+    candidates: Sequence[Candidate], best: Found | None, *, looked_at: set[tuple[int, int]], seconds: float
+) -> Found | None:
     """The best of quick tries with whole blocks at few batch sizes: what time runs out on is not left without a plan.
 
     Which batch size is best is hardly known before any has been solved, and the first one that is may take all time.
     """
-    deadline = time.monotonic() + seconds
-    tries = [(candidate, batch) for candidate in candidates for batch in _sizes(candidate)]
+    deadline = now() + seconds
+    tries = [(c, batch) for c in candidates for batch in _sizes(c) if (id(c), batch) not in looked_at]
     for number, (candidate, batch) in enumerate(tries):
-        left = deadline - time.monotonic()
+        left = deadline - now()
         if left <= 0:
             break
         cutoff = None if best is None else best.seconds_per_sample * batch * candidate.accumulation
@@ -141,7 +144,7 @@ def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) ->
 
 def largest_batch(make: MakeProblem, *, most: int, seconds: float = BOUNDING_SECONDS) -> int:
     """The largest batch size whose relaxation fits, or when time is up one that none exceeds; 0 where none fits."""
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
 
     def fits(batch: int) -> bool:
         return may_fit(make(batch, batch))
@@ -151,7 +154,7 @@ def largest_batch(make: MakeProblem, *, most: int, seconds: float = BOUNDING_SEC
     low, high = 1, 2
     while high <= most and fits(high):
         low, high = high, 2 * high
-    while high - low > 1 and time.monotonic() < deadline:
+    while high - low > 1 and now() < deadline:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return high - 1
@@ -172,7 +175,7 @@ def search_batches(
     No seed that fits is faster than what is found. When time is up, the first plan found at the smallest batch sizes
     that are left does, if there is none yet.
     """
-    began = time.monotonic()
+    began, wall = now(), time.monotonic()
     queue: list[tuple[float, int, int, int]] = []
     best: Found | None = None
     for seed in seeds:
@@ -187,10 +190,12 @@ def search_batches(
             searches[key] = Search(candidate.make(batch, batch))
         return searches[key]
 
+    looked_at: set[tuple[int, int]] = set()
     if best is not None:
+        looked_at.add((id(best.candidate), best.batch))
         cutoff = best.verdict.seconds
         best = _best_whole(best.candidate, best.batch, best, cutoff=cutoff, seconds=seconds * FIRST_SHARE / 2)
-    best = _first_look(candidates, best, seconds=seconds * FIRST_SHARE / 2)
+    best = _first_look(candidates, best, looked_at=looked_at, seconds=seconds * FIRST_SHARE / 2)
     if best is not None:
         best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE)
     unproven, nodes, solved = INFINITY, 0, 0
@@ -211,7 +216,7 @@ def search_batches(
         if best is not None and low >= LARGE and bound >= best.seconds_per_sample * (1 - GAIN):
             unproven = min(unproven, bound)
             continue
-        left = seconds - (time.monotonic() - began)
+        left = seconds - (now() - began)
         if left <= 0:
             unproven = min(unproven, bound)
             if best is not None:
@@ -238,6 +243,6 @@ def search_batches(
     if best is None:
         return None
     bound = min(unproven, best.seconds_per_sample)
-    late = time.monotonic() - began > seconds
+    late = now() - began > seconds
     status = "optimal" if bound >= best.seconds_per_sample * (1 - 1e-9) else "time limit" if late else "nearly optimal"
-    return replace(best, bound=bound, nodes=nodes, seconds=time.monotonic() - began, solved=solved, status=status)
+    return replace(best, bound=bound, nodes=nodes, seconds=time.monotonic() - wall, solved=solved, status=status)

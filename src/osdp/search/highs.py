@@ -9,6 +9,8 @@ from typing import Any
 import highspy
 import numpy as np
 
+from osdp.search.effort import SLOWEST, now
+
 INFINITY = float("inf")
 
 
@@ -94,7 +96,8 @@ def solve(
 ) -> Answer:
     """Solves to a gap of zero; `relaxed` drops the integrality and so gives a lower bound; `unused` columns are 0.
 
-    It stops as soon as the bound reaches `enough`: then nothing below that exists, and the status is bounded.
+    It stops as soon as the bound reaches `enough`: then nothing below that exists, and the status is bounded. `seconds`
+    are those of [Note: Effort].
     """
     model = _model(program, relaxed, unused)
     solver = _decided(model, seconds) if relaxed else _run(model, seconds, enough)
@@ -124,8 +127,11 @@ def _run(model: highspy.HighsLp, seconds: float, enough: float, *options: tuple[
     for option, value in options:
         solver.setOptionValue(option, value)
     solver.passModel(model)
-    if enough < INFINITY:
-        solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough))
+    deadline = now() + seconds
+    if enough < INFINITY or seconds < INFINITY:
+        solver.cbMipInterrupt.subscribe(lambda event: _stop_at(event, enough, deadline))
+    if seconds < INFINITY:
+        solver.cbSimplexInterrupt.subscribe(lambda event: _stop_late(event, deadline))
     solver.run()
     return solver
 
@@ -154,7 +160,7 @@ def _solver(seconds: float) -> highspy.Highs:
     for tolerance in _TOLERANCES:  # the default would let a choice pass that exceeds the limit by kilobytes
         solver.setOptionValue(tolerance, 1e-9)
     if seconds < INFINITY:
-        solver.setOptionValue("time_limit", max(seconds, 0.01))
+        solver.setOptionValue("time_limit", SLOWEST * max(seconds, 0.01))  # of the wall clock
     return solver
 
 
@@ -162,17 +168,19 @@ def _decided(model: highspy.HighsLp, seconds: float) -> highspy.Highs:
     """A relaxation, solved one way or the other: rarely, the simplex method circles, and another way does not."""
     for number, (option, value) in enumerate(_WAYS, start=1):
         patience = number * max(_RELAXATION_SECONDS, _SECONDS_PER_COLUMN * model.num_col_)
-        solver = _solver(min(seconds, patience))
-        solver.setOptionValue(option, value)
-        solver.passModel(model)
-        solver.run()
+        solver = _run(model, min(seconds, patience), INFINITY, (option, value))
         if solver.getModelStatus() in _DECIDED:
             break
     return solver
 
 
-def _stop_at(event: highspy.HighsCallbackEvent, enough: float) -> None:
-    if event.data_in is not None and event.data_out.mip_dual_bound >= enough:
+def _stop_at(event: highspy.HighsCallbackEvent, enough: float, deadline: float) -> None:
+    if event.data_in is not None and (event.data_out.mip_dual_bound >= enough or now() >= deadline):
+        event.data_in.user_interrupt = True
+
+
+def _stop_late(event: highspy.HighsCallbackEvent, deadline: float) -> None:
+    if event.data_in is not None and now() >= deadline:
         event.data_in.user_interrupt = True
 
 

@@ -7,9 +7,9 @@ is proven here: the result is an answer to beat.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
+from osdp.search.effort import now
 from osdp.search.problem import Problem, StageChoice, Verdict
 
 Judged = tuple[tuple[StageChoice, ...], Verdict]
@@ -20,14 +20,14 @@ Arrange = Callable[[Runs], Judged]
 def polished(problem: Problem, runs: Runs, arrange: Arrange, *, deadline: float) -> Judged | None:
     """The best choice that moves lead to from this one; None where they do not lead below the limit in time."""
     best = arrange(runs)
-    while time.monotonic() < deadline:
+    while now() < deadline:
         found: tuple[float, Runs, Judged] | None = None
         for moved in _moves(runs):
             judged = arrange(moved)
             rank = _rank(problem, best[1], judged[1])
             if rank is not None and (found is None or rank < found[0]):
                 found = rank, moved, judged
-            if time.monotonic() >= deadline:
+            if now() >= deadline:
                 break
         if found is None:
             break

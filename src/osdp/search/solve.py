@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import numpy as np
 
+from osdp.search.effort import now
 from osdp.search.highs import INFINITY, Answer, solve
 from osdp.search.milp import ColumnsOfStages, Group, Model
 from osdp.search.polish import Judged, Runs, polished
@@ -19,9 +19,11 @@ _MANY = 40  # single stages in a program that has the rows of all; see [Note: As
 _AT_ONCE = 16  # stages whose rows are added at a time
 _ROUNDS = 6  # of adding rows to a relaxation
 _SMALL = 200  # columns
+_FIRST_SECONDS = 2.0  # for each of two relaxations that say which groups to begin with
 _POLISHING_SECONDS = 1.0  # for an answer over groups
 _SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try may cost above it
 _WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with more of them takes as long
+_SAME = 1e-6  # relative: a bound that finer groups raise by less than this is as good without them
 _LAST = 3  # stages at the end of a run that are looked at one by one from the start: the peak is mostly there
 
 
@@ -74,7 +76,7 @@ def relaxed_bound(problem: Problem, *, seconds: float = INFINITY) -> float:
     """A lower bound on the seconds of any choice that fits; infinite where none does."""
     kinds = ColumnsOfStages(problem, _scale(problem), coarse=True)
     groups = coarse_groups(problem)
-    answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + seconds)[1]
+    answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=now() + seconds)[1]
     return INFINITY if answer.status == "infeasible" else max(answer.bound / kinds.scale, _kernel_seconds(problem))
 
 
@@ -88,7 +90,7 @@ def _kernel_seconds(problem: Problem) -> float:
 def may_fit(problem: Problem) -> bool:
     """Whether the relaxation fits."""
     kinds, groups = ColumnsOfStages(problem, _scale(problem), coarse=True, timed=False), coarse_groups(problem)
-    answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=time.monotonic() + 60.0)[1]
+    answer = relaxed(problem, groups, kinds, first_asked(groups), deadline=now() + 60.0)[1]
     return answer.status != "infeasible"
 
 
@@ -120,8 +122,8 @@ def relaxed(
         model = Model(problem, groups, kinds=kinds, asked=asked)
         for choice in excluded:
             model.exclude(choice)
-        answer = solve(model.program, relaxed=True, seconds=max(deadline - time.monotonic(), 0.5))
-        late = rounds + 1 == _ROUNDS or time.monotonic() >= deadline
+        answer = solve(model.program, relaxed=True, seconds=max(deadline - now(), 0.5))
+        late = rounds + 1 == _ROUNDS or now() >= deadline
         if asked is None or answer.values is None or late or len(groups) < len(problem.stages):
             break
         more = more_asked(asked, evaluate(problem, model.rounded(answer.values)))
@@ -147,14 +149,26 @@ class Search:
         self.problem = self.asked = problem
         self.cutoff, self.deadline = INFINITY, 0.0
         self.scale = _scale(problem)
-        self.groups = first_groups(problem)
-        self.rows = first_asked(self.groups)
         self.kinds = ColumnsOfStages(problem, self.scale)
+        self.groups = self._first_groups()
+        self.rows = first_asked(self.groups)
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
         self.proven: Outcome | None = None
         self.excluded: list[tuple[StageChoice, ...]] = []  # what HiGHS's tolerance let pass, by a few bytes
+
+    def _first_groups(self) -> list[Group]:
+        """As few groups as give the same bound: with more of them a program has many answers that cost the same."""
+        coarse, fine = coarse_groups(self.problem), first_groups(self.problem)
+        if len(coarse) == len(fine) or first_asked(fine) is not None:
+            return fine
+        answers = [
+            relaxed(self.problem, groups, self.kinds, first_asked(groups), deadline=now() + _FIRST_SECONDS)[1]
+            for groups in (coarse, fine)
+        ]
+        known = all(answer.status == "optimal" for answer in answers)
+        return coarse if known and answers[0].bound >= answers[1].bound * (1 - _SAME) else fine
 
     @property
     def to_beat(self) -> float:
@@ -162,7 +176,7 @@ class Search:
 
     @property
     def left(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - now()
 
     def run(self, *, cutoff: float | None = None, seconds: float = INFINITY) -> Outcome:
         """The fastest choice that beats `cutoff` seconds, as far as it is found and proven in these `seconds`.
@@ -172,7 +186,7 @@ class Search:
         if self.proven is not None:
             return self.proven
         self.cutoff = INFINITY if cutoff is None else cutoff
-        self.deadline = time.monotonic() + seconds
+        self.deadline = now() + seconds
         self.nodes = 0
         while True:
             model, relaxation, self.rows = relaxed(
@@ -295,7 +309,7 @@ class Search:
         def arrange(choices: Runs) -> Judged:
             return arranged(self.problem, runs, choices, enough=self.problem.limit)
 
-        found = polished(self.problem, taken, arrange, deadline=time.monotonic() + min(self.left, _POLISHING_SECONDS))
+        found = polished(self.problem, taken, arrange, deadline=now() + min(self.left, _POLISHING_SECONDS))
         if found is not None:
             self._offer(*found)
 
