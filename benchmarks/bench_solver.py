@@ -78,7 +78,7 @@ def bounds(problem: Problem) -> tuple[float, float, float]:
     """The least seconds that HiGHS finds with presolve and without, and what `solve` says."""
     groups = (first_groups if len(problem.stages) < 40 else coarse_groups)(problem)
     program = Model(problem, groups, kinds=ColumnsOfStages(problem, _scale(problem))).program
-    model = highs._model(program, True, None)
+    model = highs.as_highs(program, True, None)
     found = [highs._run(model, 60.0, highs.INFINITY, *options) for options in ((), (("presolve", "off"),))]
     on, off = (_bound(solver) for solver in found)
     return on, off, highs.solve(program, relaxed=True, seconds=60.0).bound

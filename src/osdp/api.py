@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from osdp.baselines import Way, baselines
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from osdp.verify import Verification
 
+_PROBLEMS = 16  # of each family that are kept: most are asked for several times
 SEARCH_SECONDS = 20.0  # what is not proven by then is said in the certificate
 
 
@@ -248,6 +250,7 @@ class _Space:
         tables, limit = self.tables(accumulation), self._cluster.limit_bytes
         for recomputed in tables.variants:
 
+            @lru_cache(maxsize=_PROBLEMS)
             def make(batch: int, time_batch: int, recomputed: bool | None = recomputed) -> Problem:
                 variant = {"accumulation": accumulation, "recomputed": recomputed}
                 return tables.problem(batch, limit=limit, time_batch=time_batch, **variant)

@@ -103,7 +103,7 @@ class SlotGroups:
         full = np.concatenate([highest[:, None], self.features], axis=1)
         kept: list[int] = []
         for index in np.argsort(-full.sum(axis=1, dtype=np.float64), kind="stable"):
-            if not any((full[other] >= full[index]).all() for other in kept):
+            if not kept or not (full[kept] >= full[index]).all(axis=1).any():
                 kept.append(int(index))
         chosen = np.array(kept, dtype=np.int64)
         flags = [flag[chosen].astype(bool) for flag in (self.tail, self.issue, self.head)]

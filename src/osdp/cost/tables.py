@@ -341,6 +341,8 @@ class _MadeShape:
     def _timed(self, unit: int, option: UnitOption, kernels: Sequence[Kernels]) -> UnitOption:
         """An option with what its slices' turns take at a batch size, at which each unit has these kernels."""
         if option.parts:
+            if slices_of(option) == 1:
+                return option
             parts = tuple((self._timed(n, part, kernels), k) for n, (part, k) in enumerate(option.parts))
             return replace(option, parts=parts)
         (key,) = _keys(option)

@@ -196,8 +196,6 @@ def search_batches(
         cutoff = best.verdict.seconds
         best = _best_whole(best.candidate, best.batch, best, cutoff=cutoff, seconds=seconds * FIRST_SHARE / 2)
     best = _first_look(candidates, best, looked_at=looked_at, seconds=seconds * FIRST_SHARE / 2)
-    if best is not None:
-        best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE)
     unproven, nodes, solved = INFINITY, 0, 0
 
     def push(number: int, low: int, high: int) -> None:
@@ -206,8 +204,17 @@ def search_batches(
         if bound < INFINITY:
             heapq.heappush(queue, (bound, number, low, high))
 
+    def split(number: int, low: int, high: int) -> None:
+        push(number, low, (low + high) // 2)
+        push(number, (low + high) // 2 + 1, high)
+
     for number, candidate in enumerate(candidates):
         push(number, candidate.low, candidate.high)
+    # which sizes may be best is known before most time goes to one of them
+    while queue and queue[0][2] < queue[0][3] and now() - began < seconds / 2:
+        split(*heapq.heappop(queue)[1:])
+    if best is not None:
+        best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE)
     while queue:
         bound, number, low, high = heapq.heappop(queue)
         candidate = candidates[number]
@@ -222,9 +229,7 @@ def search_batches(
             if best is not None:
                 break
         elif low < high:
-            middle = (low + high) // 2
-            push(number, low, middle)
-            push(number, middle + 1, high)
+            split(number, low, high)
             continue
         samples = low * candidate.accumulation
         cutoff = None if best is None else best.seconds_per_sample * samples

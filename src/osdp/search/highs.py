@@ -99,7 +99,7 @@ def solve(
     It stops as soon as the bound reaches `enough`: then nothing below that exists, and the status is bounded. `seconds`
     are those of [Note: Effort].
     """
-    model = _model(program, relaxed, unused)
+    model = as_highs(program, relaxed, unused)
     solver = _decided(model, seconds) if relaxed else _run(model, seconds, enough)
     if solver.getModelStatus() in _INFEASIBLE:
         again = _confirmed(model, seconds, enough)
@@ -184,7 +184,7 @@ def _stop_late(event: highspy.HighsCallbackEvent, deadline: float) -> None:
         event.data_in.user_interrupt = True
 
 
-def _model(program: Program, relaxed: bool, unused: np.ndarray | None) -> highspy.HighsLp:
+def as_highs(program: Program, relaxed: bool, unused: np.ndarray | None) -> highspy.HighsLp:
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = len(program.cost), len(program.row_lower)
     model.col_cost_ = np.array(program.cost, dtype=np.float64)

@@ -360,9 +360,31 @@ class Model:
         for alike in (members for members in kinds.values() if len(members) > 1):
             stages = sum(self.groups[position].size for position in alike)
             for chosen in self.kinds[alike[0]].chosen():
-                total = self.program.column(upper=stages, integer=True)
-                columns = [int(self.starts[position]) + chosen.count for position in alike]
-                self.program.row([*columns, total], [1.0] * len(columns) + [-1.0], lower=0.0, upper=0.0)
+                self._sum_column([int(self.starts[position]) + chosen.count for position in alike], stages)
+
+    def levels(self) -> list[list[int]]:
+        """The integer columns in the order in which to branch on them; columns for sums are added to the program.
+
+        First how many stages of a kind take a shape, and how many of each group do; then options over all groups.
+        """
+        of_kind: dict[tuple[int, int], list[int]] = {}
+        own = [column for column in range(int(self.starts[-1])) if self.program.integer[column]]
+        totals = [n for n, flag in enumerate(self.program.integer) if flag and n >= self.starts[-1]]
+        for position, (group, kind) in enumerate(zip(self.groups, self.kinds, strict=True)):
+            for number, columns in enumerate(kind.shapes) if len(kind.shapes) > 1 else ():
+                start, alike = int(self.starts[position]), self.problem.stages[group.first].alike
+                taken = self._sum_column([start + column for column in columns], group.size)
+                of_kind.setdefault((alike, number), []).append(taken)
+        shapes = [column for columns in of_kind.values() for column in columns]
+        for (alike, _), columns in of_kind.items():
+            stages = sum(group.size for group in self.groups if self.problem.stages[group.first].alike == alike)
+            shapes += [self._sum_column(columns, stages)] if len(columns) > 1 else []
+        return [shapes, totals, own]
+
+    def _sum_column(self, columns: Sequence[int], most: int) -> int:
+        total = self.program.column(upper=float(most), integer=True)
+        self.program.row([*columns, total], [1.0] * len(columns) + [-1.0], lower=0.0, upper=0.0)
+        return total
 
     def exclude(self, choice: Sequence[StageChoice]) -> bool:
         """[Constraint] not this choice; says whether that can be said: nothing in it may be split, no group open."""

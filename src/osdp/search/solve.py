@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from osdp.search.branching import Branching
 from osdp.search.effort import now
 from osdp.search.highs import INFINITY, Answer, solve
 from osdp.search.milp import ColumnsOfStages, Group, Model
@@ -23,6 +24,7 @@ _FIRST_SECONDS = 2.0  # for each of two relaxations that say which groups to beg
 _POLISHING_SECONDS = 1.0  # for an answer over groups
 _SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try may cost above it
 _WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with more of them takes as long
+_QUICK_SECONDS = 1.5  # for HiGHS's own branch and bound; see [Note: Branching] for what comes then
 _SAME = 1e-6  # relative: a bound that finer groups raise by less than this is as good without them
 _LAST = 3  # stages at the end of a run that are looked at one by one from the start: the peak is mostly there
 
@@ -156,6 +158,8 @@ class Search:
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
         self.proven: Outcome | None = None
+        self.slow: object = None  # the program on which HiGHS took too long
+        self.tree: tuple[object, Branching] | None = None
         self.excluded: list[tuple[StageChoice, ...]] = []  # what HiGHS's tolerance let pass, by a few bytes
 
     def _first_groups(self) -> list[Group]:
@@ -230,6 +234,8 @@ class Search:
         """
         verdict = Verdict(INFINITY, 0)
         for share in _shares(model, relaxation):
+            if share < INFINITY and self.slow == self._program:
+                continue
             beating = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
             room = min(beating, share * relaxation.objective)
             unused = None if room == INFINITY else self._dear(model, relaxation, room)
@@ -239,7 +245,7 @@ class Search:
                     continue  # about as many columns as are needed in the end
             room = room if unused is None or unused.any() else beating  # then it has all columns
             enough = self.to_beat * self.scale * (1 - _TOLERANCE)
-            answer = solve(model.program, unused=unused, enough=enough, seconds=self.left)
+            answer = self._solved(model, unused, enough, all_columns=room == beating)
             self.nodes += answer.nodes
             if answer.status in ("infeasible", "bounded") and room == beating:
                 return None
@@ -253,6 +259,38 @@ class Search:
             if verdict.over and refine(self.groups, verdict) != self.groups:
                 break  # finer groups say more than this program's own optimum would
         return verdict
+
+    def _solved(self, model: Model, unused: np.ndarray | None, enough: float, *, all_columns: bool) -> Answer:
+        """By HiGHS's branch and bound if that is quick; else, for a proof over all columns, by our own."""
+        if self.slow != self._program:
+            answer = solve(model.program, unused=unused, enough=enough, seconds=min(self.left, _QUICK_SECONDS))
+            if answer.status != "limit":
+                return answer
+            self.slow = self._program
+            if not all_columns or self.left <= 0:
+                return answer
+            if answer.values is not None:
+                self._judge(model, answer)
+        if self.tree is None or self.tree[0] != self._program:
+            levels = model.levels()
+            without = np.zeros(len(model.program.cost), bool)
+            if unused is not None:
+                without[: len(unused)] = unused
+            tree = Branching(model.program, levels, without, lambda values: self._compared(model, values))
+            self.tree = self._program, tree
+        enough = min(enough, self.to_beat * self.scale * (1 - _TOLERANCE))
+        return self.tree[1].grow(enough=enough, seconds=self.left)
+
+    @property
+    def _program(self) -> object:
+        """What says which program is solved."""
+        rows = None if self.rows is None else frozenset(self.rows)
+        return tuple(self.groups), rows, self.asked.limit, len(self.excluded)
+
+    def _compared(self, model: Model, values: np.ndarray) -> float:
+        """Judges an integral answer of the tree; says what is to be beaten from then on."""
+        self._judge(model, Answer("limit", INFINITY, 0.0, 0, values))
+        return self.to_beat * self.scale * (1 - _TOLERANCE)
 
     def _round_off(self, model: Model, relaxation: Answer) -> None:
         """A first choice of many single stages: the one that a relaxation leans to, with a limit that it meets."""
