@@ -1,6 +1,7 @@
 """Claims: the search finds what trying every choice finds, on 500 random small problems; on 2,000 in `make test-slow`.
 
-Also where rows enter the program only once they are exceeded. When time is up it still gives a choice that fits, and a
+Also where rows enter the program only once they are exceeded, and where HiGHS's branch and bound gives up at once and
+ours does all. When time is up it still gives a choice that fits, and a
 bound that no choice beats.
 """
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from random_problems import random_problem, seeds
 
-from osdp.search import solve
+from osdp.search import highs, solve
 from osdp.search.batches import Candidate, search_batches
 from osdp.search.brute import brute_force, stage_choices
+from osdp.search.highs import Answer, Program
 from osdp.search.problem import Problem, evaluate
 from osdp.search.solve import relaxed_bound, solve_exactly
 
@@ -59,6 +61,26 @@ def test_rows_added_when_exceeded_change_nothing(seed: int, monkeypatch: pytest.
     if expected is not None and outcome.verdict is not None:
         assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
         assert relaxed_bound(problem) <= expected[1] * (1 + 1e-7) + 1e-9
+
+
+def test_our_branch_and_bound_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gives_up(program: Program, *, relaxed: bool = False, **limits: float) -> Answer:
+        return highs.solve(program, relaxed=True, **limits) if relaxed else Answer("limit", math.inf, 0.0, 0, None)
+
+    monkeypatch.setattr(solve, "solve", gives_up)
+    grown = 0
+    for seed in range(5000, 5150):
+        problem = random_problem(seed)
+        if size(problem) > 1000:
+            continue
+        expected, search = brute_force(problem), solve.Search(problem)
+        outcome = search.run()
+        grown += search.tree is not None
+        assert (outcome.verdict is None) == (expected is None)
+        if expected is not None and outcome.verdict is not None:
+            assert outcome.status == "optimal"
+            assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+    assert grown > 30
 
 
 @pytest.mark.parametrize("many", [0, 40])

@@ -1,11 +1,11 @@
 """Branch and bound over one program, for those on which HiGHS's own takes long.
 
 [Note: Branching]
-Options of a stage differ little in cost, so a program has many answers that are nearly as good, and to forbid one option
-says little. What decides are sums: how many stages of a kind take a shape, and which shape a stage takes. Branching
-begins with those; options come last. Every node is one relaxation, solved by the dual simplex method from where its
-parent ended. Nodes with the lowest bound go first, so the bound of the one at the front holds for all. Now and then a node
-is rounded off until it is integral, for a choice to compare with.
+Options of a stage differ little in cost, so a program has many answers that are nearly as good, and to forbid one
+option says little. What decides are sums: how many stages of a kind take a shape, and which shape a stage takes.
+Branching begins with those; options come last. Every node is one relaxation, solved by the dual simplex method from
+where its parent ended. Nodes with the lowest bound go first, so the bound of the one at the front holds for all. Now
+and then a node is rounded off until it is integral, for a choice to compare with.
 
 A node is dropped only where HiGHS says that it cannot beat the best choice, or, asked twice, that it is infeasible.
 """
@@ -51,8 +51,8 @@ class _Gain:
 class Branching:
     """A tree that can be grown further when time was up.
 
-    `levels` are the integer columns, those to branch on first in front. `judge` is told every integral answer; it returns
-    the objective that is to be beaten from then on.
+    `levels` are the integer columns, those to branch on first in front. `judge` is told every integral answer; it
+    returns the objective that is to be beaten from then on.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class Branching:
             self._solver.clearSolver()  # infeasible or undecided: once more, from the beginning
             status = self._run()
         if status == highspy.HighsModelStatus.kOptimal:
-            return float(self._solver.getInfo().objective_function_value), np.array(self._solver.getSolution().col_value)
+            values = np.array(self._solver.getSolution().col_value)
+            return float(self._solver.getInfo().objective_function_value), values
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kObjectiveBound):
             return INFINITY, None
         return 0.0, None
