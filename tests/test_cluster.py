@@ -95,10 +95,10 @@ def test_the_reserve_of_an_accelerator_has_its_lines() -> None:
     """Context, workspaces, a part for fragments, and buffers of one communicator on a node and three across nodes."""
     one = device("A100-80GB")
     plain, node, nodes = (Cluster.of(one, nodes=n, devices_per_node=d) for n, d in ((1, 1), (1, 8), (2, 8)))
-    assert set(plain.reserve) == {"context", "workspaces", "fragments"}
+    assert set(plain.reserve) == {"context", "workspaces", "fragmentation"}
     assert node.reserve["communicators"] * 3 == nodes.reserve["communicators"] == 3 * one.communicator_bytes
     for cluster in (plain, node, nodes):
-        fixed = sum(size for name, size in cluster.reserve.items() if name != "fragments")
+        fixed = sum(size for name, size in cluster.reserve.items() if name != "fragmentation")
         assert cluster.limit_bytes == int((one.memory_bytes - fixed) * (1 - one.reserve_fraction))
         assert cluster.limit_bytes + sum(cluster.reserve.values()) == cluster.total_bytes == one.memory_bytes
     half = dataclasses.replace(node, memory_bytes=one.memory_bytes // 2)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from osdp.cluster.device import Device
 
-CONTEXT, COMMUNICATORS, WORKSPACES, FRAGMENTS = "context", "communicators", "workspaces", "fragments"
+CONTEXT, COMMUNICATORS, WORKSPACES, FRAGMENTS = "context", "communicators", "workspaces", "fragmentation"
 RESERVED = "reserved"
 
 

@@ -88,7 +88,7 @@ def _print_memory(memory: Memory, out: Console) -> None:
     )
     print_line(out, f"peak at {memory.at}")
     if memory.reserve:
-        print_line(out, f"not planned with{_listed(memory.reserve, format_bytes)}")
+        print_line(out, f"reserved besides{_listed(memory.reserve, format_bytes)}")
     table = make_table(("part", "left"), ("bytes", "right"), ("of the peak", "right"), header=False)
     for part in memory.parts:
         table.add_row(part.name, format_bytes(part.amount), format_share(part.share))
@@ -173,11 +173,9 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
             f"the fastest plan found, {format_rate(proof.fastest_samples_per_second)} samples/s, has micro-batches of "
             f"{proof.fastest_batch_size}; this one has the smallest that come within 1 % of it",
         )
-    print_line(
-        out,
-        f"{proof.batches_searched} batch sizes, {proof.options} options, {proof.nodes} nodes, "
-        f"in {format_seconds(proof.seconds)}",
-    )
+    sizes = "1 batch size" if proof.batches_searched == 1 else f"{proof.batches_searched} batch sizes"
+    found = f"{proof.options} options, {proof.nodes} branch-and-bound nodes, in {format_seconds(proof.seconds)}"
+    print_line(out, f"{sizes}, {found}")
 
 
 # ---- nothing fits
