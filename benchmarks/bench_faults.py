@@ -15,6 +15,7 @@ Cases are appended to --out as they end, and those that it has are not run again
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, deliver, met, parser
-from benchmarks.faults.kinds import TIMEOUT_SECONDS, Faults, kinds
+from benchmarks.faults.kinds import STOPPED_SECONDS, TIMEOUT_SECONDS, Faults, kinds
 
 
 def main() -> None:
@@ -62,11 +63,19 @@ def tables(entries: Sequence[dict[str, Any]]) -> dict[str, Sequence[Row]]:
                 "fault": kind,
                 "cases": len(mine),
                 "all held": held,
-                f"slowest to notice, s (time-out {TIMEOUT_SECONDS:.0f})": max(noticed, default=None),
+                "time-out, s": _timeout(kind),
+                "median to notice, s": statistics.median(noticed) if noticed else None,
+                "slowest to notice, s": max(noticed, default=None),
                 "target: all": met(len(mine) - held, 0),
             }
         )
     return {"faults": rows}
+
+
+def _timeout(kind: str) -> int | None:
+    if kind.startswith("SIGKILL"):
+        return TIMEOUT_SECONDS
+    return STOPPED_SECONDS if kind.startswith(("SIGSTOP", "link")) else None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import Row, deliver, met, parser
 from benchmarks.promise.cases import PRECISIONS, Case, case_of
-from benchmarks.promise.run import run
+from benchmarks.promise.run import Cases
 
 MOST_ABOVE = 0.005  # of the prediction
 
@@ -37,21 +37,22 @@ def main() -> None:
     done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     known = {entry["case"]["number"] for entry in done if entry["seed"] == given.seed}
     until = time.monotonic() + 60 * given.minutes
-    for number in given.only or [number for number in range(given.cases) if number not in known]:
-        if time.monotonic() > until:
-            break
-        entry = _entry(given.seed, case_of(given.seed, number))
-        done.append(entry)
-        with given.out.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(_line(entry), flush=True)
+    with Cases() as cases:
+        for number in given.only or [number for number in range(given.cases) if number not in known]:
+            if time.monotonic() > until:
+                break
+            entry = _entry(cases, given.seed, case_of(given.seed, number))
+            done.append(entry)
+            with given.out.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            print(_line(entry), flush=True)
     last = {entry["case"]["number"]: entry for entry in done if entry["seed"] == given.seed}
     deliver(tables(list(last.values())), as_json=given.json)
 
 
-def _entry(seed: int, case: Case) -> dict[str, Any]:
+def _entry(cases: Cases, seed: int, case: Case) -> dict[str, Any]:
     try:
-        return {"seed": seed, "case": case.to_dict(), "found": asdict(run(case)), "error": None}
+        return {"seed": seed, "case": case.to_dict(), "found": asdict(cases.run(case)), "error": None}
     except RuntimeError as error:
         return {"seed": seed, "case": case.to_dict(), "found": None, "error": str(error)}
 

@@ -21,7 +21,7 @@ from planned import plan_by_hand, whole_gradients, whole_parameters
 from ranks import run_ranks
 from small_models import hugging_face
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_  # before a plan runs, as users do
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm  # before a plan runs, as users do
 from trained import EVERY_MODE, close, sgd
 
 import osdp
@@ -119,8 +119,8 @@ def clipped(plan: Plan) -> list[tuple[float, dict[str, Tensor | None]]]:
         norm = clip_grad_norm_(model.parameters(), 0.01, order)
         found.append((float(norm), whole_gradients(model)))
     model = gradients(osdp.parallelize(built(Model), plan))
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+    norm = get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    clip_grads_with_norm_(model.parameters(), 0.01, norm)
     return [*found, (float(norm), whole_gradients(model))]
 
 

@@ -1,13 +1,15 @@
 """What is released is whole: wheel and source distribution build without a network, have the data files and the
-metadata, and the command of the installed wheel answers."""
+metadata, and the command of the installed wheel answers. What it needs to run is pinned with hashes."""
 
 from __future__ import annotations
 
 import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -79,3 +81,14 @@ def test_the_installed_command_answers(built: tuple[Path, Path], tmp_path: Path)
     where = [sys.executable, "-c", "import osdp; print(osdp.__file__, osdp.__version__)"]
     found = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout.split()
     assert found == [str(target / "osdp" / "__init__.py"), osdp.__version__]
+
+
+def test_the_hashed_list_has_the_pinned_versions_of_all_that_is_needed_to_run() -> None:
+    lines = [line for line in (ROOT / "requirements-hashed.txt").read_text().splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"(\S+)==([^\s+]+)\S* --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    hashed = {match[1]: match[2] for match in found if match}
+    assert len(hashed) == len(lines)
+    pinned = re.findall(r"(?m)^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text().lower())
+    assert set(hashed.items()) <= {(name.replace("_", "-"), version) for name, version in pinned}
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split("[<>=]", each)[0] for each in needed} <= set(hashed)

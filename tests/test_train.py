@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,17 @@ def test_the_examples_train(name: str) -> None:
 # ---- one process, no training: bad input is one sentence, exit code 2
 
 
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """As another run has it; see [Note: One run] in osdp.training.checkpointing."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["train", *arguments, "--quiet"]) == 2
     errors = capsys.readouterr().err
@@ -240,6 +254,10 @@ def test_the_checkpoint_of_another_run_is_refused(
     resume = (*to_folder, "--resume", "--seed", "1")
     assert "is of another run: its seed is 0, here it is 1" in refused(capsys, "tiny_lm:build", *resume)
     assert "is of another model" in refused(capsys, "tiny_lm:wider", *to_folder, "--resume")
+    with folder_lock(folder):
+        assert f"--checkpoint {folder} is in use by another run" in refused(
+            capsys, "tiny_lm:build", *to_folder, "--resume"
+        )
     other_data = (*to_folder, "--resume", "--data", str(_text(tmp_path, 5000)))
     assert "is of another run: its data is" in refused(capsys, "tiny_lm:build", *other_data)
     assert main(["train", "tiny_lm:build", *to_folder, "--resume", "--steps", str(STEPS), "--json"]) == 0  # its own

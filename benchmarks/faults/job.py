@@ -1,12 +1,18 @@
-"""Ranks of one command as processes of their own session: started, awaited, and ended to the last."""
+"""Ranks of one command as processes of their own session: started, awaited, and ended to the last.
+
+They are forked from a server that has torch and the command's modules loaded, so a start costs no import; from there on
+each is a process like any other, with its own environment, session, output and exit code.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
 import os
+import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarks.faults.rank:build"
+_LOADED = ["benchmarks.faults.rank", "osdp.cli.train", "osdp.training.run", "osdp.api", "osdp.profiling.run"]
+_LOADED += ["osdp.runtime.checkpoint", "torch._dynamo", "torch.distributed.checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Job:
         self._folder = tempfile.TemporaryDirectory()
         self.processes = [self._start(rank, port) for rank in range(self.ranks)]
 
-    def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
+    def _start(self, rank: int, port: int) -> Any:
         world = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
@@ -56,21 +64,20 @@ class Job:
             "LOCAL_WORLD_SIZE": self.ranks,
         }
         variables = {**world, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
-        if rank in self.faults:
-            variables["OSDP_FAULT"] = json.dumps(self.faults[rank])
-        command = [sys.executable, "-m", "benchmarks.faults.rank", *self.arguments]
-        if self.limit_file_bytes is not None:  # a disk that is full: no file may grow beyond
-            command = ["prlimit", f"--fsize={self.limit_file_bytes}", *command]
-        with self._file(rank, "out").open("w") as out, self._file(rank, "err").open("w") as err:
-            return subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-                stdout=out,
-                stderr=err,
-                text=True,
-                start_new_session=True,
-            )
+        process = _context().Process(
+            target=_rank,
+            args=(
+                {name: str(value) for name, value in variables.items()},
+                [str(self._file(rank, kind)) for kind in ("out", "err")],
+                self.limit_file_bytes,
+                self.faults.get(rank),
+                list(self.arguments),
+            ),
+        )
+        for kind in ("out", "err"):
+            self._file(rank, kind).touch()
+        process.start()
+        return process
 
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self._folder.name) / f"{rank}.{kind}"
@@ -81,10 +88,19 @@ class Job:
         events = [json.loads(line) for line in lines if line.endswith("}")]
         return {event["number"]: event["loss"] for event in events if event["event"] == "step"}
 
-    def wait_for_step(self, number: int, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while max(self.steps(), default=0) < number and time.monotonic() < until:
-            time.sleep(0.05)
+    def wait_until_stopped(self, rank: int, seconds: float) -> bool:
+        """Whether a rank has been stopped by then."""
+        stat, until = Path(f"/proc/{self.processes[rank].pid}/stat"), time.monotonic() + seconds
+        while time.monotonic() < until and self.processes[rank].exitcode is None:
+            if stat.read_text().rpartition(")")[2].split()[0] == "T":
+                return True
+            time.sleep(0.02)
+        return False
+
+    def go_on(self, rank: int) -> None:
+        """Lets a stopped rank run; it is waited for from now on."""
+        self.faults = {other: fault for other, fault in self.faults.items() if other != rank}
+        os.kill(self.processes[rank].pid, signal.SIGCONT)
 
     def end(self, seconds: float) -> Ended:
         """Waits until every rank that was not stopped has ended, then ends what is left."""
@@ -92,11 +108,11 @@ class Job:
         waiting = {rank for rank in range(self.ranks) if rank not in stopped}
         until, last = time.monotonic() + seconds, time.time()
         while waiting and time.monotonic() < until:
-            for rank in [rank for rank in waiting if self.processes[rank].poll() is not None]:
+            for rank in [rank for rank in waiting if self.processes[rank].exitcode is not None]:
                 waiting.discard(rank)
                 last = time.time()
             time.sleep(0.02)
-        codes = tuple(None if rank in waiting else process.poll() for rank, process in enumerate(self.processes))
+        codes = tuple(None if rank in waiting else process.exitcode for rank, process in enumerate(self.processes))
         self.close()
         said = "".join(self._file(rank, "err").read_text() for rank in range(self.ranks))
         struck = [json.loads(line)["at"] for line in said.splitlines() if line.startswith('{"event": "fault"')]
@@ -104,11 +120,10 @@ class Job:
         return Ended(codes, noticed, self.steps(), said)
 
     def close(self) -> None:
-        """Ends what is left of every rank's session; those were all started here."""
+        """Ends what is left of every rank; those were all started here."""
         for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
+            process.join()
 
     def left_behind(self) -> int:
         """Processes of the ranks' sessions that outlive them."""
@@ -121,3 +136,36 @@ class Job:
                 continue
             found += fields[0] != "Z" and int(fields[3]) in sessions
         return found
+
+
+@functools.cache
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LOADED)
+    return context
+
+
+def _rank(
+    variables: Mapping[str, str],
+    files: Sequence[str],
+    limit_file_bytes: int | None,
+    fault: Mapping[str, Any] | None,
+    arguments: list[str],
+) -> None:
+    """The command, in a process that has just been forked."""
+    import torch
+
+    from benchmarks.faults.rank import arm
+    from osdp.cli.main import main
+
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.update(variables)
+    for stream, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
+    torch.set_num_threads(1)
+    if fault is not None:
+        arm(dict(fault))
+    if limit_file_bytes is not None:  # a disk that is full: no file may grow beyond
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
+    sys.exit(main(arguments))

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.faults.job import MODEL, Ended, Job
 
 STEPS, SAVE_EVERY, TIMEOUT_SECONDS = 10, 2, 60
+STOPPED_SECONDS = 20  # the time-out where only that can notice the fault
 WAIT_SECONDS = 400.0  # for a job on a machine that has other work
 LATE_SECONDS = 10  # beyond the time-out: what a process takes to end
 
@@ -35,11 +36,21 @@ class Faults:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._curves: dict[int, dict[int, float]] = {}
+        self._plans = tempfile.TemporaryDirectory(prefix="osdp-faults-")
+
+    def train(self, ranks: int, folder: Path | None, *more: str) -> list[str]:
+        """A run under the one plan of so many ranks, which is made once."""
+        plan = Path(self._plans.name) / f"{ranks}.json"
+        if not plan.exists():
+            sizes = ("--cluster", f"{ranks}xCPU", "--global-batch", "24", "--precision", "fp32", "--no-split")
+            ended = Job(["plan", MODEL, *sizes, "-o", str(plan), "--quiet"], 1).end(WAIT_SECONDS)
+            assert ended.codes == (0,), ended.said
+        return [*_train(folder), "--plan", str(plan), *more]
 
     def curve(self, ranks: int) -> dict[int, float]:
         """The losses of a run that nothing happens to."""
         if ranks not in self._curves:
-            ended = Job(_train(None), ranks).end(WAIT_SECONDS)
+            ended = Job(self.train(ranks, None), ranks).end(WAIT_SECONDS)
             assert set(ended.codes) == {0} and len(ended.losses) == STEPS, ended.said
             self._curves[ranks] = dict(ended.losses)
         return self._curves[ranks]
@@ -61,17 +72,20 @@ class Faults:
         fault = {"phase": phase, "number": call, "seconds": draw.uniform(0, 0.05), "signal": int(sent)}
         detail = f"rank {victim} of {ranks}, {phase} {call}"
         with _folder() as folder:
-            arguments = _profile(folder) if phase == "profiling" else _train(folder)
+            limit = STOPPED_SECONDS if sent == signal.SIGSTOP else TIMEOUT_SECONDS
+            arguments = self.train(ranks, folder, "--timeout", str(limit))
+            if phase in ("planning", "profiling"):
+                arguments = _profile(folder) if phase == "profiling" else [*_train(folder), *_PLANNED]
             job = Job(arguments, ranks, {victim: fault})
             ended = job.end(WAIT_SECONDS)
-            problems = _noticed(ended, victim, sent) + _clean(job, ended)
+            problems = _noticed(ended, victim, limit) + _clean(job, ended)
             if phase != "profiling":
                 problems += self._goes_on(folder, ranks)
         return Outcome(f"{sent.name} in {phase}", detail, tuple(problems), ended.noticed_seconds)
 
     def _goes_on(self, folder: Path, ranks: int) -> list[str]:
         """Resumes, and compares the losses with those of the uninterrupted run."""
-        job = Job([*_train(folder), "--resume"], ranks)
+        job = Job(self.train(ranks, folder, "--resume"), ranks)
         ended = job.end(WAIT_SECONDS)
         if set(ended.codes) != {0}:
             return [f"resuming ended with {ended.codes}: {_last_line(ended)}"]
@@ -87,7 +101,7 @@ class Faults:
         """No file may grow beyond a size, from the first save on."""
         limit = random.Random(f"{self._seed}/disk/{number}").choice((1000, 4000, 20_000))
         with _folder() as folder:
-            job = Job(_train(folder), 2, limit_file_bytes=limit)
+            job = Job(self.train(2, folder), 2, limit_file_bytes=limit)
             ended = job.end(WAIT_SECONDS)
             problems = _codes(ended, (1, 1)) + _clean(job, ended)
             problems += self._goes_on(folder, 2)
@@ -95,7 +109,7 @@ class Faults:
 
     def read_only(self, number: int) -> Outcome:
         """A folder of a file system that takes no files."""
-        job = Job(_train(Path("/sys/kernel/osdp-checkpoints")), 2)
+        job = Job(self.train(2, Path("/sys/kernel/osdp-checkpoints")), 2)
         ended = job.end(WAIT_SECONDS)
         return Outcome("read-only folder", "", tuple(_codes(ended, (2, 2)) + _clean(job, ended)))
 
@@ -109,7 +123,7 @@ class Faults:
             way = ("cut", "changed", "gone")[number // len(files) % 3]
             whole = file.read_bytes()
             _damage(file, way, draw)
-            job = Job([*_train(folder), "--resume"], 2)
+            job = Job(self.train(2, folder, "--resume"), 2)
             ended = job.end(WAIT_SECONDS)
             problems = _codes(ended, (1, 1)) + _clean(job, ended)
             file.write_bytes(whole)
@@ -117,19 +131,28 @@ class Faults:
         return Outcome("damaged checkpoint", f"{file.name} {way}", tuple(problems))
 
     def two_runs(self, number: int) -> Outcome:
-        """A second run of the same command on the folder of one that trains."""
+        """A second run on the folder of one that is stopped in the middle of a save, and then goes on."""
+        draw = random.Random(f"{self._seed}/two/{number}")
+        call = draw.randint(1, STEPS // SAVE_EVERY)
+        fault = {"phase": "saving", "number": call, "seconds": draw.uniform(0, 0.02), "signal": int(signal.SIGSTOP)}
         with _folder() as folder:
-            first = Job(_train(folder), 2)
-            first.wait_for_step(1 + number % STEPS, WAIT_SECONDS)
-            second = Job([*_train(folder), "--resume"], 2)
-            ends = [job.end(WAIT_SECONDS) for job in (first, second)]
-            problems = [p for job, ended in zip((first, second), ends, strict=True) for p in _clean(job, ended)]
+            first = Job(self.train(2, folder), 2, {0: fault})
+            if first.wait_until_stopped(0, WAIT_SECONDS):
+                second = Job(self.train(2, folder, "--resume"), 2)
+                refused = second.end(WAIT_SECONDS)
+                problems = _codes(refused, (2, 2)) + _clean(second, refused)
+                first.go_on(0)
+            else:
+                problems = ["the first run was never stopped"]
+            ended = first.end(WAIT_SECONDS)
+            problems += _codes(ended, (0, 0)) + _clean(first, ended)
+            wrong = [step for step, loss in ended.losses.items() if loss != self.curve(2)[step]]
+            problems += [f"the losses of steps {wrong} of the first run differ"] if wrong else []
             problems += self._goes_on(folder, 2)
-            codes = " and ".join(str(ended.codes) for ended in ends)
-        return Outcome("two runs on one folder", f"they ended with {codes}", tuple(problems))
+        return Outcome("two runs on one folder", f"in save {call}", tuple(problems))
 
     def _saved(self, folder: Path) -> None:
-        ended = Job([*_train(folder), "--steps", str(STEPS - 2)], 2).end(WAIT_SECONDS)
+        ended = Job(self.train(2, folder, "--steps", str(STEPS - 2)), 2).end(WAIT_SECONDS)
         assert set(ended.codes) == {0}, ended.said
 
 
@@ -159,19 +182,22 @@ def link_cut(number: int) -> Outcome:
 
     try:
         with _folder() as folder, SimulatedCluster(hosts=2, across=None) as cluster:
-            arguments = [*_train(folder), "--steps", "100000"]
+            arguments = [*_train(folder), *_PLANNED, "--steps", "100000", "--timeout", str(STOPPED_SECONDS)]
             codes, noticed, said = cut_while_training(cluster, arguments, WAIT_SECONDS)
             problems = [] if codes == [1, 1] else [f"ranks ended with {codes}"]
             problems += [] if "Traceback" not in said else ["a traceback"]
-            if noticed is not None and noticed > TIMEOUT_SECONDS + LATE_SECONDS:
-                problems.append(f"noticed after {noticed:.0f} s")
+            if noticed is None or noticed > STOPPED_SECONDS + LATE_SECONDS:
+                problems.append("the link was not cut" if noticed is None else f"noticed after {noticed:.0f} s")
     except ClusterUnavailable as error:
         return Outcome("link that drops", f"not run: {error}", ("not run",))
     return Outcome("link that drops", "host 1 of 2", tuple(problems), noticed)
 
 
+_PLANNED = ("--global-batch", "24", "--no-split")  # where a run plans for itself
+
+
 def _train(folder: Path | None) -> list[str]:
-    sizes = ["--steps", str(STEPS), "--global-batch", "24", "--timeout", str(TIMEOUT_SECONDS), "--no-split"]
+    sizes = ["--steps", str(STEPS), "--timeout", str(TIMEOUT_SECONDS)]
     sizes += ["--warmup", "1", "--decay-steps", str(STEPS)]  # also where a run is to end sooner
     checkpointing = ["--checkpoint", str(folder), "--save-every", str(SAVE_EVERY)] if folder is not None else []
     return ["train", MODEL, *sizes, *checkpointing, "--json", "--quiet"]
@@ -207,14 +233,14 @@ def _damage(file: Path, way: str, draw: random.Random) -> None:
     file.write_bytes(bytes(whole))
 
 
-def _noticed(ended: Ended, victim: int, sent: signal.Signals) -> list[str]:
+def _noticed(ended: Ended, victim: int, timeout_seconds: float) -> list[str]:
     """The others end with 1, and in time: where one dies at once, where one hangs after the time-out."""
     others = [code for rank, code in enumerate(ended.codes) if rank != victim]
     problems = [] if set(others) == {1} else [f"the other ranks ended with {others}: {_last_line(ended)}"]
     if ended.noticed_seconds is None:
         problems.append("the fault did not happen, or a rank did not end")
-    elif ended.noticed_seconds > TIMEOUT_SECONDS + LATE_SECONDS:
-        problems.append(f"noticed after {ended.noticed_seconds:.0f} s, with a time-out of {TIMEOUT_SECONDS:.0f} s")
+    elif ended.noticed_seconds > timeout_seconds + LATE_SECONDS:
+        problems.append(f"noticed after {ended.noticed_seconds:.0f} s, with a time-out of {timeout_seconds:.0f} s")
     return problems
 
 

@@ -1,8 +1,12 @@
-"""One case: planned in one process, then run on as many as it has ranks, each forked from a server that has torch."""
+"""Cases on processes that stay: one plans, and one set for each number of ranks trains case after case.
+
+All are forked from a server that has torch and the models' modules loaded, so a case costs its own work and no start.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import multiprocessing
 import pickle
@@ -14,20 +18,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.promise.cases import Case
+from benchmarks.promise.cases import KINDS, Case
 
 if TYPE_CHECKING:
     from osdp.model.source import ModelSource
     from osdp.planfile import Plan
     from osdp.training.world import World
 
-TIMEOUT_SECONDS, SEARCH_SECONDS = 240.0, 3.0
-STEPS = 3  # under the allocator's account; of these the lowest counts: what is freed late is freed by chance
-_LOADED = ["osdp.runtime.apply", "osdp.training.loop", "torch._dynamo", "transformers.pytorch_utils"]
+TIMEOUT_SECONDS, SEARCH_SECONDS = 240.0, 0.3
+STEPS = 2  # under the allocator's account; of these the lowest counts: what is freed late is freed by chance
+_LOADED = [
+    "osdp.api",
+    "osdp.model.capture",
+    "osdp.profiling.trial",
+    "osdp.runtime.apply",
+    "osdp.training.loop",
+    "torch._dynamo",
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in KINDS if kind != "gpt"),
+]
 
 
 @dataclass(frozen=True)
@@ -40,14 +52,35 @@ class Found:
     command_bytes: int | None
 
 
-def run(case: Case) -> Found:
-    """Raises RuntimeError with the traceback where a process fails or takes too long."""
-    limit, plan = _in_processes([partial(_planned, case)])[0]
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [partial(_on_rank, case, plan, rank, f"file://{folder}/store") for rank in range(case.ranks)]
-        peaks = _in_processes(ranks)
-    bare, command = (max(column, default=0) for column in zip(*peaks, strict=True))
-    return Found(limit, plan["predicted"]["peak_bytes"], bare, command or None)
+class Cases:
+    """Runs case after case; its processes end with it."""
+
+    def __init__(self) -> None:
+        self._sets: dict[int, _Processes] = {}
+
+    def __enter__(self) -> Cases:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for processes in self._sets.values():
+            processes.end()
+
+    def run(self, case: Case) -> Found:
+        """Raises RuntimeError with the traceback where a process fails or takes too long."""
+        limit, plan = self._answers(0, partial(_planned, case))[0]
+        peaks = self._answers(case.ranks, partial(_on_rank, case, plan))
+        bare, command = (max(column, default=0) for column in zip(*peaks, strict=True))
+        return Found(limit, plan["predicted"]["peak_bytes"], bare, command or None)
+
+    def _answers(self, ranks: int, function: Callable[[], Any]) -> list[Any]:
+        """Of one process without a group for 0 ranks. What failed is ended, and started anew for the next case."""
+        if ranks not in self._sets:
+            self._sets[ranks] = _Processes(ranks)
+        try:
+            return self._sets[ranks].answers(function)
+        except RuntimeError:
+            self._sets.pop(ranks).end()
+            raise
 
 
 @functools.cache
@@ -57,44 +90,67 @@ def _context() -> Any:
     return context
 
 
-def _in_processes(functions: list[Callable[[], Any]]) -> list[Any]:
-    started = []
-    for function in functions:
-        receiver, sender = _context().Pipe(duplex=False)
-        process = _context().Process(target=_answered, args=(sender, pickle.dumps(function)), daemon=True)
-        process.start()
-        sender.close()
-        started.append((process, receiver))
-    until = time.monotonic() + TIMEOUT_SECONDS
-    try:
+class _Processes:
+    """So many ranks of one process group, or with 0 a process without one; each does what it is sent, in turn."""
+
+    def __init__(self, ranks: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._started = []
+        for rank in range(max(1, ranks)):
+            here, there = _context().Pipe()
+            where = (rank, ranks, f"file://{self._folder.name}/store") if ranks else None
+            process = _context().Process(target=_serve, args=(there, where), daemon=True)
+            process.start()
+            there.close()
+            self._started.append((process, here))
+
+    def answers(self, function: Callable[[], Any]) -> list[Any]:
+        payload, until = pickle.dumps(function), time.monotonic() + TIMEOUT_SECONDS
         answers = []
-        for _, receiver in started:
-            if not wait([receiver], max(0.0, until - time.monotonic())):
-                raise RuntimeError(f"no answer in {TIMEOUT_SECONDS:.0f} s")
-            failure, answer = pickle.loads(receiver.recv_bytes())
-            if failure:
-                raise RuntimeError(failure)
-            answers.append(answer)
+        try:
+            for _, connection in self._started:
+                connection.send_bytes(payload)
+            for _, connection in self._started:
+                if not wait([connection], max(0.0, until - time.monotonic())):
+                    raise RuntimeError(f"no answer in {TIMEOUT_SECONDS:.0f} s")
+                failure, answer = pickle.loads(connection.recv_bytes())
+                if failure:
+                    raise RuntimeError(failure)
+                answers.append(answer)
+        except (EOFError, BrokenPipeError):
+            raise RuntimeError("a process died") from None
         return answers
-    except EOFError:
-        raise RuntimeError("a process died") from None
-    finally:
-        for process, receiver in started:
+
+    def end(self) -> None:
+        for process, connection in self._started:
             process.kill()
             process.join()
-            receiver.close()
+            connection.close()
+        self._folder.cleanup()
 
 
-def _answered(sender: Any, payload: bytes) -> None:
+def _serve(connection: Connection, where: tuple[int, int, str] | None) -> None:
     import torch
+    import torch.distributed as dist
 
+    gc.freeze()  # or the first collection goes through, and copies, all that the server has loaded
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    try:
-        answer = pickle.dumps((None, pickle.loads(payload)()))
-    except BaseException:
-        answer = pickle.dumps((traceback.format_exc(), None))
-    sender.send_bytes(answer)
+    if where is not None:
+        rank, size, store = where
+        limit = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=limit)
+    while True:
+        try:
+            function = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((None, function()))
+        except BaseException:
+            answer = pickle.dumps((traceback.format_exc(), None))
+        gc.collect()
+        connection.send_bytes(answer)
 
 
 def source_of(case: Case) -> ModelSource:
@@ -153,7 +209,7 @@ def _planned(case: Case) -> tuple[int, dict[str, Any]]:
     return limit, planned(limit).to_dict()
 
 
-def _on_rank(case: Case, plan: dict[str, Any], rank: int, store: str) -> tuple[int, int]:
+def _on_rank(case: Case, plan: dict[str, Any]) -> tuple[int, int]:
     """The peaks of this rank: in a bare loop, and as `osdp train` trains; 0 where it cannot."""
     import torch
     import torch.distributed as dist
@@ -161,16 +217,14 @@ def _on_rank(case: Case, plan: dict[str, Any], rank: int, store: str) -> tuple[i
     from osdp.planfile import Plan
     from osdp.training.world import World
 
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=case.ranks, timeout=timedelta(seconds=TIMEOUT_SECONDS)
-    )
-    devices = int(case.world.split("x")[1])
+    rank, devices = dist.get_rank(), int(case.world.split("x")[1])
     world = World(rank, case.ranks, rank % devices, devices, torch.device("cpu"), dist.HashStore())
     made = Plan.from_dict(plan)
-    peaks = _bare(case, made, world), _by_command(case, made, world) if case.by_command else 0
+    bare = _bare(case, made, world)
+    gc.collect()
+    command = _by_command(case, made, world) if case.by_command else 0
     dist.barrier()
-    dist.destroy_process_group()
-    return peaks
+    return bare, command
 
 
 def _bare(case: Case, plan: Plan, world: World) -> int:

@@ -25,7 +25,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         *("_prefetch_unshard", "_register_post_backward_hook", "_reset_iter_state"),
     ),
     f"{_FSDP}._fsdp_state.FSDPState": (),
-    "torch.nn.utils.clip_grad": ("_get_total_norm", "_clip_grads_with_norm_"),
+    "torch.nn.utils.clip_grad._get_total_norm": ("__wrapped__",),  # a wrapper: see osdp._torch.clip
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": ("__wrapped__",),
 }
 """Modules and classes, each with the attributes that are used of it."""
 

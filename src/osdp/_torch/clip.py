@@ -2,8 +2,9 @@
 
 [Note: Clipping]
 `torch.nn.utils.clip_grad_norm_` stacks the norms of all gradients, which DTensors of different meshes refuse. Trainers
-call it, and users do. It computes with two functions of its module; for gradients on several meshes of a plan these
-are ours, and for all others they are torch's.
+call it, and users do. It computes with two functions of its module, which are public under other names. Each is a
+wrapper that has the function proper in its one closure cell, and there ours takes its place: whoever has imported a
+wrapper by name calls ours too. Ours serves gradients on several meshes of a plan, and leaves all others to torch's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def clip_over_meshes(meshes: Iterable[DeviceMesh], *, norm: Norm, scale: Scale) 
     if _is_patched:
         return
     _is_patched = True
-    stock_norm, stock_clip = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    norm_cell, clip_cell = _cell(clip_grad._get_total_norm), _cell(clip_grad._clip_grads_with_norm_)
+    stock_norm, stock_clip = norm_cell.cell_contents, clip_cell.cell_contents
 
     def get_total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -60,9 +62,13 @@ def clip_over_meshes(meshes: Iterable[DeviceMesh], *, norm: Norm, scale: Scale) 
         else:
             stock_clip(found, max_norm, total_norm, foreach)
 
-    utils: Any = torch.nn.utils
-    clip_grad._get_total_norm = utils.get_total_norm = get_total_norm
-    clip_grad._clip_grads_with_norm_ = utils.clip_grads_with_norm_ = clip_grads_with_norm_
+    norm_cell.cell_contents, clip_cell.cell_contents = get_total_norm, clip_grads_with_norm_
+
+
+def _cell(wrapper: Any) -> Any:
+    """Where a wrapper of torch's `_no_grad` has the function proper."""
+    (cell,) = wrapper.__closure__
+    return cell
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

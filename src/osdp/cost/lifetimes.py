@@ -214,7 +214,7 @@ def _gradients(
     if not option.reduce_once:  # from the second micro-batch on they are always there
         return [Allocation(GRADIENTS, gradient, START, END)]
     # Earlier micro-batches hold the unreduced ones to their end, the last one its own part once it is reduced.
-    unreduced = count * sum(numel for _, numel in sizes.gradients) * training.reduce_bytes
+    unreduced = count * _unreduced_bytes(sizes, training)
     return [
         Allocation(GRADIENTS, unreduced, START, places.finish),
         Allocation(GRADIENTS, max(0, gradient - unreduced), leave.next(), places.finish),
@@ -248,6 +248,17 @@ def _partly_reduced(
 def _holds_all_reduce(mode: ShardingMode, cluster: Cluster) -> bool:
     """Whether FSDP2's own all-reduce holds its buffer through backward."""
     return (not mode.is_sharded or mode.is_reduced_across) and not cluster.engine.reduces_before_waiting
+
+
+def _unreduced_bytes(sizes: Sizes, training: Training) -> int:
+    """Gradients that wait for the last micro-batch."""
+    return sum(numel for _, numel in sizes.gradients) * training.reduce_bytes
+
+
+def _is_reduced_once(option: Option, sizes: Sizes, places: Places, training: Training) -> bool:
+    """Whether a whole unit's gradients wait for the last micro-batch, and none of them is made of zeros then."""
+    waits = training.accumulation > 1 and option.reduce_once and option.slices == 1
+    return waits and len(places.gradients) == len(sizes.gradients)
 
 
 def _computes_in_place(mode: ShardingMode, training: Training) -> bool:
@@ -387,7 +398,12 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
         allocations.append(Allocation(BUFFERS, max(0, sizes.reduced * reduce - beside), freed, freed.next()))
         begin = begin.next()  # only then room is made for what arrives
-    allocations.append(Allocation(BUFFERS, sizes.reduced * reduce, entry, freed))
+    once, sent = _is_reduced_once(option, sizes, places, training), sizes.reduced * reduce
+    allocations.append(Allocation(BUFFERS, sent, entry, copied if once and mode.is_sharded else freed))
+    if once and mode.is_sharded:
+        # The last micro-batch has the input and the result where the earlier ones have the unreduced gradients.
+        gradient, waiting = sizes.trained * master, _unreduced_bytes(sizes, training)
+        allocations.append(Allocation(BUFFERS, max(0, sent + gradient - max(waiting, gradient)), copied, freed))
     if cluster.device.is_cpu:
         allocations.append(Allocation(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce
@@ -401,7 +417,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     lasting = _holds_all_reduce(mode, cluster)
     if reduce != master:
         allocations.append(Allocation(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
-    if training.accumulation > 1 and not deferred:
+    if training.accumulation > 1 and not deferred and not once:
         allocations.append(
             _added(option, sizes, places, ended if under_way else leave.next().next(), training, cluster)
         )

@@ -158,7 +158,7 @@ class Tables:
                 kinds[id(made)] = len(kinds), tables
             number, tables = kinds[id(made)]
             stages.append(StageTable(tables, number))
-        constant = self.graph.buffer_bytes + self.graph.input_bytes.at(batch)
+        constant = self.graph.constant_bytes(batch, on_cpu=self.cluster.device.is_cpu)
         return Problem(tuple(stages), constant, limit, self.cluster.overlap, accumulation)
 
     def uniform(self, problem: Problem, way: Uniform) -> tuple[StageChoice, ...] | None:

@@ -109,7 +109,7 @@ def build_timeline(
         parts[row[SAVED], span] = np.minimum(at_marks, slots)
         parts[row[TEMPORARIES], span] += slots - parts[row[SAVED], span]
         level += segments[-1].end.at(batch)
-    parts[row[CONSTANTS]] += graph.buffer_bytes + graph.input_bytes.at(batch)
+    parts[row[CONSTANTS]] += graph.constant_bytes(batch, on_cpu=cluster.device.is_cpu)
     parts[row[SAVED], -1] = level
     for unit, option, places in zip(layout.units, options, layout.places, strict=True):
         parts[row[TEMPORARIES], -1] += stepping_bytes(unit, option, places, training, cluster)

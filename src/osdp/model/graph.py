@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.errors import UsageError
-from osdp.model.kernels import WORKSPACE_BYTES
+from osdp.model.kernels import DEEP, SCALAR_BYTES, WORKSPACE_BYTES
 from osdp.recompute import Recompute
 
 IntArray = NDArray[np.int64]
@@ -112,7 +112,7 @@ class Segment:
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
     closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
     `kinds` its `KernelKind`. `worked` and `attended` are the lines of products and of attention with their working
-    space, see [Note: Workspaces] in kernels.py.
+    space, `depths` those of the depth of products that may need more; see [Note: Workspaces] in kernels.py.
     """
 
     mark: Mark
@@ -123,6 +123,7 @@ class Segment:
     kinds: IntArray
     worked: tuple[Affine, ...] = ()
     attended: tuple[Affine, ...] = ()
+    depths: tuple[Affine, ...] = ()
 
     def peak_at(self, batch: int, *, workspaces: bool = False) -> int:
         """The highest level; with `workspaces`, with the working space that products and attention take."""
@@ -130,6 +131,8 @@ class Segment:
         if not workspaces:
             return peak
         worked = max((line.at(batch) for line in self.worked), default=peak)
+        if any(line.at(batch) >= DEEP for line in self.depths):
+            worked = peak + WORKSPACE_BYTES
         return max(peak, min(worked, peak + WORKSPACE_BYTES), *(line.at(batch) for line in self.attended))
 
 
@@ -221,6 +224,10 @@ class ModelGraph:
                 f"{self.name} was measured at batch {only}, and its costs do not grow in a straight line: "
                 f"a plan for batch {other} needs a capture at batch {other}, so pass batch={other}"
             )
+
+    def constant_bytes(self, batch: int, *, on_cpu: bool) -> int:
+        """Buffers and inputs, and the scalars of real kernels: on an accelerator the reserve has room for those."""
+        return self.buffer_bytes + self.input_bytes.at(batch) + (SCALAR_BYTES if on_cpu else 0)
 
     @property
     def num_parameters(self) -> int:

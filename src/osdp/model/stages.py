@@ -33,6 +33,7 @@ class GrowingTrace:
     end_live: IntArray
     kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     workspaces: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    depths: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     def at(self, batch: int) -> IntArray:
         return self.live @ np.array([1, batch])
@@ -90,6 +91,7 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         lines("end_live"),
         np.array(first.kinds, dtype=np.int64),
         lines("workspaces"),
+        lines("depths"),
     )
 
 
@@ -248,6 +250,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 kinds=trace.kinds[first_kernel:last_kernel],
                 worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
                 attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
+                depths=upper_lines(trace.depths[first_kernel:last_kernel]),
             )
         )
     return tuple(segments)

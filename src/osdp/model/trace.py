@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
 from osdp.model.inputs import map_tensors
-from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace
+from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace, transposed_depth
 from osdp.model.pace import KERNELS, Pace
 from osdp.model.selective import checkpointed
 from osdp.recompute import Recompute
@@ -34,6 +34,7 @@ class RawTrace:
     moved: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     workspaces: list[int] = field(default_factory=list)  # see [Note: Workspaces] in kernels.py
+    depths: list[int] = field(default_factory=list)  # of products whose first matrix is transposed, see the same note
     live: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
@@ -149,17 +150,19 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket is torch.ops.aten.embedding:
             inputs = [*inputs[1:], *outputs]  # reads the rows that it puts out, not the whole table
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)), self._workspace(func, args))
+        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)), *self._workspace(func, args))
         return out
 
-    def _workspace(self, func: Any, args: Sequence[Any]) -> int:
-        return product_workspace(func, args) + attention_workspace(func, args)
+    def _workspace(self, func: Any, args: Sequence[Any]) -> tuple[int, int]:
+        """The working space, and the depth of a product that may need more than that."""
+        return product_workspace(func, args) + attention_workspace(func, args), transposed_depth(func, args)
 
-    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
+    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0, depth: int = 0) -> None:
         self.trace.flops.append(flops)
         self.trace.moved.append(moved)
         self.trace.kinds.append(kind)
         self.trace.workspaces.append(workspace)
+        self.trace.depths.append(depth)
         self.trace.live.append(self.live)
         if self._pace is not None and len(self.trace.live) % KERNELS == 0:
             self._pace.tick()

@@ -24,6 +24,7 @@ from osdp.engine import ASYNC_GLOO
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import fake_copy, same_draws, sequences_not_packed, settled
 from osdp.model.inputs import map_tensors, tensors_in
+from osdp.model.kernels import SCALAR_BYTES
 from osdp.model.trace import Hooks, RawTrace
 from osdp.model.values import Values, fake_of
 from osdp.planfile import Plan
@@ -137,6 +138,9 @@ class _Step:
         """What is there before the step."""
         states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         inputs = list(tensors_in((self.args, self.kwargs)))
+        if self.plan.cluster.device.is_cpu:  # of real kernels, which fake ones do not have
+            self.scalars = torch.empty(SCALAR_BYTES, dtype=torch.uint8)
+            inputs.append(self.scalars)
         recorder.hold_as(PARAMETERS, [local_tensor(parameter) for parameter in self.model.parameters()])
         recorder.hold_as(STATES, [local_tensor(state) for state in states])
         recorder.hold_as(CONSTANTS, [*(local_tensor(buffer) for buffer in self.model.buffers()), *inputs])

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from osdp._torch import tree_leaves
 from osdp.cost.lifetimes import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
-from osdp.model.kernels import WORKSPACE_BYTES, attention_workspace, product_workspace
+from osdp.model.kernels import DEEP, WORKSPACE_BYTES, attention_workspace, product_workspace, transposed_depth
 from osdp.model.trace import Recorder
 from osdp.runtime.collective_recorder import Recording
 
@@ -125,14 +125,16 @@ class MemoryAttributionRecorder(Recorder):
             self._changes.append((len(self.trace.live), self._number.pop(key), -entry[1]))
         super()._freed(key, _)
 
-    def _workspace(self, func: Any, args: Sequence[Any]) -> int:
+    def _workspace(self, func: Any, args: Sequence[Any]) -> tuple[int, int]:
         if self._issued is not None:  # not on CPUs
-            return 0
-        return min(product_workspace(func, args), WORKSPACE_BYTES) + attention_workspace(func, args)
+            return 0, 0
+        depth = transposed_depth(func, args)
+        product = WORKSPACE_BYTES if depth >= DEEP else min(product_workspace(func, args), WORKSPACE_BYTES)
+        return product + attention_workspace(func, args), depth
 
-    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0) -> None:
+    def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0, depth: int = 0) -> None:
         """Working space is there while the kernel runs, and only then."""
-        super()._point(flops, moved, kind, workspace)
+        super()._point(flops, moved, kind, workspace, depth)
         self.trace.live[-1] += workspace
         if workspace:
             self._workspaces[len(self.trace.live) - 1] = workspace

@@ -5,14 +5,20 @@ With `--async-save` a save copies the states, and a thread writes them while ste
 at the end of every step, whether all have written: then all of them settle it, and its error, if it has one, ends all
 of them alike. The next save, the end of the run and whatever ends it early settle it first. A process that is killed
 meanwhile leaves a folder that does not pass for a checkpoint; see [Note: Whole].
+
+[Note: One run]
+A save removes what killed saves have left, and cannot tell these from what another run is writing. So a run keeps
+others out of its folder: rank 0 has an advisory lock on it, which goes with its process, however that ends. It is taken
+after planning, whose forked workers would share it. A file system that has no locks is used without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,7 @@ from torch.optim import Optimizer
 import osdp
 from osdp.errors import OsdpError, UsageError
 from osdp.runtime.checkpoint import Saving
+from osdp.training.world import World
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 
@@ -56,10 +63,39 @@ class CheckpointSettings:
                 f"{folder} has a checkpoint, step-{newest:08}; go on from it with --resume, or choose another folder"
             )
 
+    @contextlib.contextmanager
+    def alone(self, world: World) -> Iterator[None]:
+        """Keeps other runs out of the folder; see [Note: One run]. All ranks are refused alike."""
+        with contextlib.ExitStack() as stack:
+            if self.folder is not None:
+                is_free = not world.leads or stack.enter_context(_locked(self.folder))
+                if not all(free for (free,) in world.all_numbers(is_free)):
+                    raise UsageError(
+                        f"--checkpoint {self.folder} is in use by another run; wait until that one has ended, or choose"
+                        " another folder"
+                    )
+            yield
+
     def newest(self) -> int | None:
         """The last step that is saved; names with a suffix are of saves that were never finished."""
         names = os.listdir(self.folder) if self.folder is not None and self.folder.is_dir() else ()
         return max((int(match[1]) for match in map(_WHOLE.fullmatch, names) if match), default=None)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether no other process has locked the folder; if so, this one has until the context ends."""
+    descriptor, is_free = os.open(folder, os.O_RDONLY), True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_free = False
+    except OSError:  # no locks here
+        pass
+    try:
+        yield is_free
+    finally:
+        os.close(descriptor)
 
 
 class Checkpointing:

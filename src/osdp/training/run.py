@@ -98,6 +98,7 @@ class _Run:
                 targets=log_settings.targets,
             )
             plan = self.plan = self.plan_of(world, model)
+            stack.enter_context(settings.keeping.alone(world))
             say = stack.enter_context(said)
             watchdog = stack.enter_context(
                 Watchdog(self.timeout_seconds, sentence=lambda what: self._hung(what, world))
