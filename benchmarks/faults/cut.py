@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.faults.job import ROOT
@@ -18,17 +19,28 @@ AFTER_STEPS = 3
 _SCRIPT = 'cd "$1"; shift; "$@"; echo "ended $?"'  # itself ends with 0, so that no rank is killed for the other
 
 
-def cut_while_training(
-    cluster: SimulatedCluster, arguments: Sequence[str], seconds: float
-) -> tuple[list[int], float | None, str]:
-    """Exit codes of all ranks, the seconds from the cut to the end of the last, and all that was said."""
-    began, cut_at = time.monotonic(), list[float]()
+@dataclass(frozen=True)
+class Cut:
+    """Exit codes of all ranks, seconds from the cut to the end of the last, rank 0's losses, and all that was said."""
+
+    codes: list[int]
+    noticed_seconds: float | None
+    losses: dict[int, float]
+    said: str
+
+
+def trained_on(cluster: SimulatedCluster, arguments: Sequence[str], seconds: float, *, cut: bool) -> Cut:
+    """Trains on all hosts; with `cut`, the link of one is taken away after some steps, without a word to anybody."""
+    began, cut_at, losses = time.monotonic(), list[float](), dict[int, float]()
 
     def on_line(start: Start, stream: str, line: str) -> None:
-        if cut_at or not line.startswith("{"):
+        if start.rank or not line.startswith("{"):
             return
         event = json.loads(line)
-        if event["event"] == "step" and event["number"] >= AFTER_STEPS:
+        if event["event"] != "step":
+            return
+        losses[event["number"]] = event["loss"]
+        if cut and not cut_at and event["number"] >= AFTER_STEPS:
             cluster.cut(1)
             cut_at.append(time.monotonic())
 
@@ -36,4 +48,4 @@ def cut_while_training(
     results = cluster.run(command, timeout=seconds, on_line=on_line)
     codes = [int(result.stdout.rpartition("ended ")[2] or -1) for result in results]
     noticed = began + max(result.seconds for result in results) - cut_at[0] if cut_at else None
-    return codes, noticed, "".join(result.stderr for result in results)
+    return Cut(codes, noticed, losses, "".join(result.stderr for result in results))

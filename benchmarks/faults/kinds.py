@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -175,22 +176,31 @@ def kinds(faults: Faults) -> dict[str, Callable[[int], Outcome]]:
 
 
 def link_cut(number: int) -> Outcome:
-    """Two hosts; the link of one is taken away while they train, without a word to either."""
+    """Two hosts; the link of one is taken away while they train. On a network that works, the run goes on."""
     from benchmarks.cluster import SimulatedCluster
-    from benchmarks.cluster.network import ClusterUnavailable
-    from benchmarks.faults.cut import cut_while_training
+    from benchmarks.cluster.network import NETNS, ClusterUnavailable
+    from benchmarks.faults.cut import trained_on
 
     try:
-        with _folder() as folder, SimulatedCluster(hosts=2, across=None) as cluster:
-            arguments = [*_train(folder), *_PLANNED, "--steps", "100000", "--timeout", str(STOPPED_SECONDS)]
-            codes, noticed, said = cut_while_training(cluster, arguments, WAIT_SECONDS)
-            problems = [] if codes == [1, 1] else [f"ranks ended with {codes}"]
-            problems += [] if "Traceback" not in said else ["a traceback"]
-            if noticed is None or noticed > STOPPED_SECONDS + LATE_SECONDS:
-                problems.append("the link was not cut" if noticed is None else f"noticed after {noticed:.0f} s")
+        with _folder() as folder:
+            arguments = [*_train(folder), *_PLANNED, "--timeout", str(STOPPED_SECONDS)]
+            with SimulatedCluster(hosts=2, across=None) as cluster:
+                first = trained_on(cluster, [*arguments, "--steps", "100000"], WAIT_SECONDS, cut=True)
+            problems = [] if first.codes == [1, 1] else [f"ranks ended with {first.codes}"]
+            if first.noticed_seconds is None or first.noticed_seconds > STOPPED_SECONDS + LATE_SECONDS:
+                problems.append(f"noticed after {first.noticed_seconds} s")
+            last = max(first.losses, default=0) + 2
+            with SimulatedCluster(hosts=2, across=None) as cluster:
+                again = trained_on(cluster, [*arguments, "--steps", str(last), "--resume"], WAIT_SECONDS, cut=False)
+            problems += [] if again.codes == [0, 0] else [f"resuming ended with {again.codes}"]
+            wrong = [step for step, loss in again.losses.items() if first.losses.get(step, loss) != loss]
+            problems += [f"the losses of steps {wrong} differ"] if wrong else []
+            problems += ["a traceback"] if "Traceback" in first.said + again.said else []
+        left = [each.name for each in NETNS.glob(f"osdp-{os.getpid()}-*")]
+        problems += [f"namespaces left behind: {left}"] if left else []
     except ClusterUnavailable as error:
         return Outcome("link that drops", f"not run: {error}", ("not run",))
-    return Outcome("link that drops", "host 1 of 2", tuple(problems), noticed)
+    return Outcome("link that drops", "host 1 of 2", tuple(problems), first.noticed_seconds)
 
 
 _PLANNED = ("--global-batch", "24", "--no-split")  # where a run plans for itself
