@@ -16,7 +16,7 @@ import osdp
 from osdp.cluster import format_bytes
 from osdp.planfile import Plan
 from osdp.report.numbers import format_count, format_rate, format_seconds, format_share
-from osdp.report.page import BASES, gain_sentence, plan_page
+from osdp.report.page import BASES, BaselineRow, gain_sentence, plan_page, way_name
 from osdp.report.report_page import RateCurve, ReportPage, StageBox
 from osdp.report.step_picture import STACKED, StepPicture
 
@@ -61,12 +61,17 @@ def _template(name: str) -> Template:
         seconds=format_seconds,
         share=format_share,
         amount=_amount,
+        way=_way_name,
     )
     return environment.from_string(_text(name))
 
 
 def _amount(value: float, what: str) -> str:
     return format_seconds(value) if what == "step" else format_bytes(value)
+
+
+def _way_name(row: BaselineRow) -> str:
+    return way_name(row.name, row.recompute)
 
 
 def _text(name: str) -> str:

@@ -189,7 +189,7 @@ WORTH_IT = 1.02  # times the best baseline: below that a plan gains little
 
 
 def way_name(name: str, recompute: Recompute) -> str:
-    """A usual way to train, as people call it."""
+    """A baseline, as people call it."""
     words = {Recompute.NONE: "", Recompute.SELECTIVE: " with selective recompute", Recompute.FULL: " with recompute"}
     return name + words[recompute]
 

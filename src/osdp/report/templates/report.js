@@ -41,7 +41,7 @@
   };
   const ticks = (top, n) => { const raw = top / n, p = 10 ** Math.floor(Math.log10(raw)), s = [1, 2, 2.5, 5, 10].find((k) => k * p >= raw * 0.999) * p, out = []; for (let v = 0; v <= top * 1.0001; v += s) out.push(v); return out; };
   const byteTicks = (top, n) => { let unit = 1; while (top / unit >= 1024) unit *= 1024; return ticks(top / unit, n).map((v) => v * unit); };
-  const legend = (id, items) => { $(id).innerHTML = items.map((e) => `<span><i class="${e.shape || ""}" style="${e.shape === "dash" ? `color:${e.color}` : `background:${e.color}`}"></i>${escaped(e.name)}${e.value ? ` <b>${e.value}</b>` : ""}</span>`).join(""); };
+  const legend = (id, items) => { $(id).innerHTML = items.map((e) => `<span><i class="${e.shape || ""}" style="${e.shape === "dash" || e.shape === "dots" ? `color:${e.color}` : `background:${e.color}`}"></i>${escaped(e.name)}${e.value ? ` <b>${e.value}</b>` : ""}</span>`).join(""); };
 
   const LEFT = () => (innerWidth < 600 ? 62 : 74), RIGHT = 10;
   const scale = (width) => {
@@ -177,15 +177,19 @@
     }
     const c = add(add(svg, "defs", {}), "clipPath", { id: "rates-clip" }); add(c, "rect", { x: left, y: 0, width: width - left, height: bottom });
     const inside = add(svg, "g", { "clip-path": "url(#rates-clip)" });
+    // One colour for a way, and one kind of line for each kind of recompute.
+    const family = (name) => name.split(" with ")[0], families = [...new Set(data.rates.slice(1).map((r) => family(r.name)))];
+    const color = (i) => `var(--w${i ? 1 + families.indexOf(family(data.rates[i].name)) : 0})`;
+    const kind = (name) => (name.endsWith(" with recompute") ? "dash" : name.endsWith("recompute") ? "dots" : "line");
     [...data.rates.keys()].reverse().forEach((i) => {
       const r = data.rates[i], fits = r.points.filter((p) => p[3]), not = [...fits.slice(-1), ...r.points.filter((p) => !p[3])], line = (ps) => ps.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");
-      const style = { fill: "none", stroke: `var(--w${i % 9})`, "stroke-width": i ? 2 : 3.5, "stroke-linejoin": "round" }, dash = r.name.endsWith("recompute") ? { "stroke-dasharray": "9 4" } : {};
+      const style = { fill: "none", stroke: color(i), "stroke-width": i ? 2 : 3.5, "stroke-linejoin": "round" }, dash = { dash: { "stroke-dasharray": "9 4" }, dots: { "stroke-dasharray": "3 3" } }[kind(r.name)] || {};
       add(inside, "polyline", { points: line(not), ...style, "stroke-width": 1.5, "stroke-dasharray": "1.5 5", opacity: 0.8 });
       add(inside, "polyline", { points: line(fits), ...style, ...dash });
       const edge = r.points.find((p) => p[0] === r.largest);
-      if (edge) add(svg, "circle", { cx: x(edge[0]), cy: y(edge[1]), r: i ? 5 : 7, fill: "var(--card)", stroke: `var(--w${i % 9})`, "stroke-width": 3 });
+      if (edge) add(svg, "circle", { cx: x(edge[0]), cy: y(edge[1]), r: i ? 5 : 7, fill: "var(--card)", stroke: color(i), "stroke-width": 3 });
     });
-    legend("rates-legend", data.rates.map((r, i) => ({ name: r.name, color: `var(--w${i % 9})`, shape: r.name.endsWith("recompute") ? "dash" : "line", value: r.largest ? `fits up to ${r.largest}` : "does not fit" })));
+    legend("rates-legend", data.rates.map((r, i) => ({ name: r.name, color: color(i), shape: kind(r.name), value: r.largest ? `fits up to ${r.largest}` : "does not fit" })));
     const sizes = [...new Set(all.map((p) => p[0]))].sort((a, b) => a - b);
     Object.assign(box, { geometry: { svg, x, bottom, sizes } });
     if (state.batch === null) state.batch = way().batch;
