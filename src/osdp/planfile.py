@@ -96,6 +96,34 @@ def unit_depths(units: Sequence[PlanUnit]) -> dict[str, int]:
     return {unit.name: depth(unit) for unit in units}
 
 
+Degree = Annotated[int, Meta(ge=1, le=4096)]
+
+
+@dataclass(frozen=True)
+class OuterLayout:
+    """The dimensions of the ranks beside the data-parallel one that a plan is for.
+
+    `tensor` ranks share every operator, `pipeline` stages share the blocks, of which the plan is for `stage`. The
+    plan's cluster has the ranks of the data-parallel dimension, `whole` is the word of all; its micro-batches are
+    those of the pipeline. `tensor_seconds` of the step are the tensor dimension's collectives, `bubble_seconds` the
+    pipeline's wait for its first and last micro-batches.
+    """
+
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    stage: Annotated[int, Meta(ge=0, le=4095)] = 0
+    whole: str = ""
+    tensor_seconds: NotNegative = 0.0
+    bubble_seconds: NotNegative = 0.0
+
+    @property
+    def is_larger(self) -> bool:
+        return self.tensor * self.pipeline > 1
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor} × pipeline {self.pipeline}"
+
+
 @dataclass(frozen=True)
 class Predicted:
     """What a step is expected to take, on every device alike.
@@ -170,6 +198,7 @@ class Plan:
     units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1)]
     compiled: bool = False
     loss_chunks: Annotated[int, Meta(ge=1, le=1024)] = 1
+    layout: OuterLayout = OuterLayout()
 
     @property
     def blocks(self) -> list[str]:

@@ -24,7 +24,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
         *("lazy_init", "unshard", "reshard", "pre_forward", "pre_backward", "post_backward", "wait_for_unshard"),
         *("_prefetch_unshard", "_register_post_backward_hook", "_reset_iter_state"),
     ),
-    f"{_FSDP}._fsdp_state.FSDPState": (),
+    f"{_FSDP}._fsdp_state.FSDPState": ("_root_post_backward_final_callback",),
+    "torch.distributed.device_mesh.DeviceMesh": ("_unflatten",),
     "torch.nn.utils.clip_grad._get_total_norm": ("__wrapped__",),  # a wrapper: see osdp._torch.clip
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": ("__wrapped__",),
 }

@@ -44,9 +44,11 @@ __all__ = [
     "prefetch",
     "prefetch_early",
     "reduce_after_last_call",
+    "reduce_in_pipeline",
     "reduce_unreduced",
     "shared_post_forward_meshes",
     "watch",
+    "when_backward_ends",
 ]
 
 
@@ -86,6 +88,34 @@ def prefetch_early(module: FSDPModule) -> None:
     for group in module._get_fsdp_state()._fsdp_param_groups:
         assert isinstance(group, ReduceAfterLastCall)
         group.ahead = module._get_fsdp_state()._states_to_forward_prefetch
+
+
+_waiting: list[Callable[[], None]] = []  # for the end of a reduction that no backward makes
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Calls it when this backward ends, or the reduction that a pipeline's schedule makes after its last backward."""
+    if torch._C._current_graph_task_id() == -1:
+        _waiting.append(callback)
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def reduce_in_pipeline(model: FSDPModule) -> None:
+    """Lets a schedule of torch's pipelining reduce a stage: it calls FSDP2's hooks itself, after all micro-batches.
+
+    It also asks that every unit stays gathered after a backward; that is the plan's to say, as it takes memory.
+    """
+    state = model._get_fsdp_state()
+    stock = state._root_post_backward_final_callback
+
+    def final() -> None:
+        stock()
+        while _waiting:
+            _waiting.pop(0)()
+
+    state._root_post_backward_final_callback = final
+    model.__dict__["set_reshard_after_backward"] = lambda *given, **named: None
 
 
 def backward_broke(model: FSDPModule) -> bool:

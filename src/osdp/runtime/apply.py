@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -24,6 +25,7 @@ from osdp._torch.fsdp import (
     prefetch,
     prefetch_early,
     reduce_after_last_call,
+    reduce_in_pipeline,
     shared_post_forward_meshes,
 )
 from osdp._torch.scaler import agree_on_overflow
@@ -40,6 +42,8 @@ from osdp.runtime.clip import scale_to, torch_norm
 from osdp.runtime.collectives import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter
 from osdp.runtime.compiled import compile_blocks
 from osdp.runtime.consistency import check_model, check_ranks, check_weights
+from osdp.runtime.larger_layout import check_mesh, model_ranks, remember_ranks
+from osdp.runtime.local import local_tensor
 from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
 from osdp.runtime.recompute import recompute
@@ -71,6 +75,7 @@ class Applied:
     pieces: tuple[Piece, ...]
     template: nn.Module | None  # the model as it was, where it was on the meta device
     recovery: Recovery
+    ranks: tuple[int, ...]  # all that hold parts or copies of it; see [Note: Larger layout]
 
 
 _APPLIED = "_osdp_applied"  # on the model itself: pieces lead back to it, so a table of models would keep them all
@@ -94,24 +99,33 @@ def template_of(model: nn.Module) -> nn.Module:
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, *, device: str | torch.device | None = None, engine: Engine | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    device: str | torch.device | None = None,
+    engine: Engine | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Applies a plan to the model it was made for, in place. Call it on every rank, before the optimizer is made.
 
     By default it is trained where `osdp.accelerator.training_device` says, by the engine of its process group; see
-    [Note: Engines].
+    [Note: Engines]. For a model that is tensor-parallel, or one stage of a pipeline, `mesh` is the data-parallel
+    dimension of the device mesh: `mesh["dp"]`; see [Note: Larger layout].
     """
     refuse_wrapped(model)
+    check_mesh(model, plan, mesh)
     before = list(model.parameters())
     device = training_device(model, device)
     engine = engine or running_engine(device)
-    check_ranks(plan)
+    group = None if mesh is None else mesh.get_group()
+    check_ranks(plan, group)
     if plan.loss_chunks > 1:
         chunk_loss(model, plan.loss_chunks)
     give_scalars_a_dimension(model)
-    check_model(model, plan)
-    check_weights(model)
-    meshes = meshes_of(device.type, plan.cluster.nodes, plan.cluster.devices_per_node, engine=engine)
+    check_model(model, plan, group)
+    check_weights(model, group)
+    meshes = meshes_of(device.type, plan.cluster.nodes, plan.cluster.devices_per_node, engine=engine, within=mesh)
+    ranks = model_ranks(model, mesh)
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
@@ -134,14 +148,17 @@ def parallelize(
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=engine.gathers_before_waiting)
     on_meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if mesh is not None:
+        remember_ranks(on_meshes, len(ranks))
     agree_on_overflow(on_meshes)
     clip_over_meshes(on_meshes, norm=torch_norm, scale=scale_to)
+    reduce_in_pipeline(_sharded(model))
     recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused)
     model.register_forward_pre_hook(recovery.before_forward, prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     model.register_forward_pre_hook(BatchWatch(plan).before_forward, with_kwargs=True)
     refuse_steps_of(before, model.parameters())
-    setattr(model, _APPLIED, Applied(plan, tuple(pieces), template, recovery))
+    setattr(model, _APPLIED, Applied(plan, tuple(pieces), template, recovery, ranks))
     _say_what_to_use(model)
     return model
 
@@ -219,7 +236,8 @@ def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes
                 shard_placement_fn=_placement(piece.mode, meshes),
                 mp_policy=policy,
             )
-    sharded = _tie_again(model, tied)
+    sharded = {param.sharded_param for group in _groups(pieces) for param in group.fsdp_params}
+    _tie_again(model, tied, sharded)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy, ignored_params=sharded)
 
@@ -229,7 +247,7 @@ def _placement(mode: ShardingMode, meshes: Meshes) -> Callable[[nn.Parameter], S
     if mode.is_sharded_anew:
         return None
     ranks = meshes.of(mode).size(-1)
-    return lambda parameter: Shard(shard_dim(parameter.shape, ranks))
+    return lambda parameter: Shard(shard_dim(local_tensor(parameter).shape, ranks))
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:
@@ -240,15 +258,14 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]]) -> set[nn.Parameter]:
-    """Gives names in modules that are never called the sharded parameter too; returns all sharded parameters."""
+def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]], sharded: Set[nn.Parameter]) -> None:
+    """Gives names in modules that are never called the sharded parameter too."""
     for names in tied:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-        sharded = next((m._parameters[key] for m, key in owners if isinstance(m._parameters[key], DTensor)), None)
+        taken = next((m._parameters[key] for m, key in owners if m._parameters[key] in sharded), None)
         for module, key in owners:
-            if sharded is not None and not isinstance(module._parameters[key], DTensor):
-                module._parameters[key] = sharded
-    return {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+            if taken is not None and module._parameters[key] not in sharded:
+                module._parameters[key] = taken
 
 
 def _use_comm_threads(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from osdp._torch.fsdp import when_backward_ends
 from osdp.errors import OsdpError
 from osdp.runtime.collective_recorder import take_turn
 from osdp.runtime.local import local_tensor
@@ -192,7 +193,7 @@ class Reductions:
         self.finish()
         self._under_way = _Reduction(delivery, set(parameters), earlier)
         # Each asks for the end: a flag would stay behind where backward fails.
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
+        when_backward_ends(self.finish)
 
     def abandon(self) -> None:
         """Waits for the reduction that is under way, if any, and leaves gradients as they are: its backward failed."""

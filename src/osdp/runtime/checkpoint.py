@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from osdp.errors import OsdpError, UsageError
 from osdp.runtime.checkpoint_files import Writer, check_file, find, remedy
 from osdp.runtime.checkpoint_metadata import read_metadata
-from osdp.runtime.checkpoint_states import States, document_of
+from osdp.runtime.checkpoint_states import States, check_model, document_of, merged
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -107,13 +107,18 @@ def save_checkpoint(
     ranks = Ranks.all()
     writer = Writer(Path(folder), step, keep, ranks.rank)
 
-    def plan_own() -> tuple[int, SavePlan]:
+    def plan_own() -> tuple[int, SavePlan, tuple[tuple[int, ...], dict[str, Any]]]:
         states = States(model, optimizer)
-        writer.document = document_of(states, step, ranks.size, extra)
+        document = document_of(states, step, ranks.size, extra)
         writer.planner.set_up_planner(states.tensors(ranks.rank), is_coordinator=ranks.rank == 0)
-        return step, writer.planner.create_local_plan()
+        own = ranks.rank == states.ranks[0]
+        return step, writer.planner.create_local_plan(), (states.ranks, document if own else {})
 
-    writer.partial, plan = ranks.agree(plan_own, writer.begin)
+    def begin(plans: list[tuple[int, SavePlan, tuple[tuple[int, ...], dict[str, Any]]]]) -> list[tuple[Path, SavePlan]]:
+        writer.document = merged([said for _, _, said in plans if said[1]])
+        return writer.begin([(step, plan) for step, plan, _ in plans])
+
+    writer.partial, plan = ranks.agree(plan_own, begin)
     if not asynchronous:
         _write(writer, plan, ranks)
         return None
@@ -154,12 +159,17 @@ def load_checkpoint(
 
     def check() -> tuple[States, Metadata]:
         states = States(model, optimizer)
-        states.check(path, document)
+        states.check_optimizer(path, document)
         for index, name in enumerate(sorted(document["files"])):
             if index % ranks.size == ranks.rank:
                 check_file(path / name, **document["files"][name])
         return states, read_metadata(path, document["files"], remedy(path))
 
+    def same_model(shapes: list[dict[str, dict[str, list[int]]]]) -> list[None]:
+        check_model(path, document, shapes)
+        return [None] * ranks.size
+
+    ranks.agree(lambda: States(model, optimizer).shapes(), same_model)
     checked: list[tuple[States, Metadata]] = []
     ranks.agree(lambda: checked.append(check()), lambda _: [None] * ranks.size)
     ((states, metadata),) = checked

@@ -19,6 +19,7 @@ from osdp.runtime.apply import applied_to
 from osdp.runtime.split import JoinedTensor, held_parameters
 
 CHECKPOINT_VERSION = 1
+KINDS = ("parameters", "buffers")
 
 
 class States:
@@ -51,13 +52,22 @@ class States:
         found = {name: _join(*held) for name, held in self.held.items()} | self.buffers
         return {f"model.{name}": tensor for name, tensor in found.items()}
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold this model: all, but in a pipeline those of its stage."""
+        try:
+            return applied_to(self.model).ranks
+        except UsageError:
+            return (0,)
+
     def tensors(self, rank: int) -> dict[str, Tensor]:
         """Everything that a rank saves as tensors, under the names it has in the checkpoint.
 
-        Buffers may differ by rank, as a batch norm's running statistics do: those of rank 0 are saved, all of them.
+        Buffers may differ by rank, as a batch norm's running statistics do: those of the first rank that has the model
+        are saved, all of them.
         """
         found = self.model_tensors()
-        for name in self.buffers if rank else ():
+        for name in self.buffers if rank != self.ranks[0] else ():
             del found[f"model.{name}"]
         for name, state in self.optimizer_states():
             found |= {f"optimizer.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
@@ -95,11 +105,8 @@ class States:
             groups.append({"parameters": names, "settings": {key: _plain(value) for key, value in settings.items()}})
         return groups
 
-    def check(self, path: Path, document: Mapping[str, Any]) -> None:
-        """Refuses a checkpoint of another model or optimizer."""
-        other = difference(document, self.shapes())
-        if other:
-            raise UsageError(f"{path} is of another model: {other}; load it into the model it was saved from")
+    def check_optimizer(self, path: Path, document: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint of another optimizer."""
         if self.optimizer is None:
             return
         saved, kind = document["optimizer"], type(self.optimizer).__name__
@@ -112,7 +119,8 @@ class States:
         """For each group of the optimizer, the settings of the saved group with its parameters."""
         saved = {name: group["settings"] for group in document["optimizer"]["groups"] for name in group["parameters"]}
         groups = [group["parameters"] for group in self.groups()]
-        other = set(saved) ^ {name for names in groups for name in names}
+        own = {name for names in groups for name in names}
+        other = own - set(saved) or {name for name in saved if name in self.held and name not in own}
         if other:
             raise UsageError(f"only one of checkpoint and optimizer has {min(other)}; give it the same parameters")
         found: list[dict[str, Any]] = []
@@ -200,12 +208,39 @@ def _as_before(own: Any, value: Any) -> Any:
 
 def difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
     """The first name or shape in which a checkpoint (left) and a model (right) differ."""
-    for kind in ("parameters", "buffers"):
+    for kind in KINDS:
         there, here = left[kind], right[kind]
         for name in [*there, *here]:
             if there.get(name) != here.get(name):
                 return f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
     return ""
+
+
+def check_model(path: Path, document: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a checkpoint of another model; `shapes` are every rank's, which together have all of it."""
+    whole = {kind: {name: shape for own in shapes for name, shape in own[kind].items()} for kind in KINDS}
+    other = difference(document, whole)
+    if other:
+        raise UsageError(f"{path} is of another model: {other}; load it into the model it was saved from")
+
+
+def merged(documents: Sequence[tuple[tuple[int, ...], dict[str, Any]]]) -> dict[str, Any]:
+    """One document of every rank's, with the ranks that have its model: stages of a pipeline have parts of it."""
+    stages = {ranks: document for ranks, document in reversed(documents)}
+    whole, *others = [document for _, document in sorted(stages.items())]
+    for other in others:
+        for kind in KINDS:
+            twice = next((name for name in other[kind] if name in whole[kind]), None)
+            if twice is not None:
+                raise UsageError(
+                    f"{twice} is in two stages of the pipeline; name modules in every stage as in the whole model, so"
+                    " that a checkpoint can hold them all"
+                )
+            whole[kind] = whole[kind] | other[kind]
+        if whole["optimizer"] is not None and other["optimizer"] is not None:
+            whole["optimizer"]["groups"] += other["optimizer"]["groups"]
+            whole["optimizer"]["states"] |= other["optimizer"]["states"]
+    return whole
 
 
 def document_of(states: States, step: int, ranks: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:

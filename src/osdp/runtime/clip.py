@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from osdp.runtime.larger_layout import ranks_of
 from osdp.runtime.local import local_tensor
 
 PIECE = 4096  # elements
@@ -26,8 +27,9 @@ PIECE = 4096  # elements
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clips the norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` does in a single process.
 
-    Gradients may be sharded over the world, over a node, or not at all. One all-reduce of a single number adds up
-    every rank's part; what R ranks hold alike counts 1/R on each. Returns the norm before clipping, equal on all ranks.
+    Gradients may be sharded over the world, over a node, or not at all; they may be of tensor-parallel operators, and
+    of one stage of a pipeline, where all ranks of all stages call it. One all-reduce of a single number adds up every
+    rank's part; what R ranks hold alike counts 1/R on each. Returns the norm before clipping, equal on all ranks.
     """
     tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
@@ -41,18 +43,18 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients together, in double precision, equal on all ranks: a collective."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = [local_tensor(grad) for grad in grads]
-    by_shards: dict[int, list[Tensor]] = {}
+    by_copies: dict[float, list[Tensor]] = {}
     for grad, own in zip(grads, local, strict=True):
         if own.numel():  # of an empty part there is no norm
-            by_shards.setdefault(_shards(grad), []).append(own)
-    norms = {shards: _norms(parts, norm_type) for shards, parts in by_shards.items()}
+            by_copies.setdefault(ranks_of(grad) / _shards(grad), []).append(own)
+    norms = {copies: _norms(parts, norm_type) for copies, parts in by_copies.items()}
     total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
     if math.isinf(norm_type):
         for each in norms.values():
             total = torch.maximum(total, each.max())
     else:
-        for shards, each in norms.items():
-            total += each.pow_(norm_type).sum() * (shards / ranks)
+        for copies, each in norms.items():
+            total += each.pow_(norm_type).sum() / copies
     if ranks > 1:
         dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
@@ -81,10 +83,8 @@ def _norms(parts: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _shards(grad: Tensor) -> int:
-    """How many ranks share one copy of a gradient."""
+    """How many ranks share one copy of a gradient. Strided shards, of two dimensions on one, are no `is_shard()`."""
     if not isinstance(grad, DTensor):
         return 1
-    sizes = (
-        size for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True) if placement.is_shard()
-    )
-    return math.prod(sizes)
+    placed = zip(grad.device_mesh.shape, grad.placements, strict=True)
+    return math.prod(size for size, placement in placed if not placement.is_replicate())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from osdp.errors import OsdpError, UsageError
 from osdp.model.structure import split_dim
 from osdp.plan_check import Held, misfit
 from osdp.planfile import Plan
+from osdp.runtime.local import local_tensor
 
 T = TypeVar("T")
 
@@ -34,13 +37,14 @@ def by_rank_0(make: Callable[[], T]) -> T:
     return answer[0]
 
 
-def check_ranks(plan: Plan) -> None:
-    """All ranks must run one plan, on as many ranks as it was made for."""
-    ranks, planned = dist.get_world_size(), plan.cluster.world_size
-    digests = _of_all(plan.digest)
+def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
+    """All ranks must run one plan, on as many ranks as it was made for; `group` are those of a larger layout's plan."""
+    ranks, planned = dist.get_world_size(group), plan.cluster.world_size
+    digests = _of_all(plan.digest, group)
     if ranks != planned:
+        run = f"{ranks} run" if group is None else f"the mesh has {ranks}"
         raise UsageError(
-            f"the plan is for {planned} ranks ({plan.cluster.label}) but {ranks} run; plan again for {ranks}"
+            f"the plan is for {planned} ranks ({plan.cluster.label}) but {run}; plan again for {ranks}"
             f" ranks, or start {planned}"
         )
     if len(set(digests)) > 1:
@@ -51,12 +55,12 @@ def check_ranks(plan: Plan) -> None:
         )
 
 
-def check_model(model: nn.Module, plan: Plan) -> None:
+def check_model(model: nn.Module, plan: Plan, group: dist.ProcessGroup | None) -> None:
     """Every rank's model must have the plan's modules, with as many parameters as were planned, in the planned dtype.
 
     Ranks tell each other what they find: where one raised alone, the others would wait for it.
     """
-    found = _of_all(_misfit(model, plan))
+    found = _of_all(_misfit(model, plan), group)
     if None not in found and len(set(found)) == 1:
         raise UsageError(str(found[0]))
     for rank, reason in enumerate(found):
@@ -64,14 +68,14 @@ def check_model(model: nn.Module, plan: Plan) -> None:
             raise UsageError(f"on rank {rank} {reason}; every rank must build the same model")
 
 
-def check_weights(model: nn.Module) -> None:
+def check_weights(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Ranks that begin with different weights would train different models; those on the meta device have none yet."""
     if dist.get_backend() == "fake":
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     own = None if on_meta else {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    everyone = _of_all(own)
+    everyone = _of_all(own, group)
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         if first is None or theirs is None:
@@ -86,16 +90,16 @@ def check_weights(model: nn.Module) -> None:
             )
 
 
-def _of_all(own: T) -> list[T]:
+def _of_all(own: T, group: dist.ProcessGroup | None) -> list[T]:
     """What every rank gives, in the order of ranks: a collective. In a world that is not real all ranks are alike."""
-    everyone = [own] * dist.get_world_size()
+    everyone = [own] * dist.get_world_size(group)
     if dist.get_backend() != "fake":
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, own, group)
     return everyone
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(local_tensor(tensor.detach()).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _misfit(model: nn.Module, plan: Plan) -> str | None:
@@ -110,5 +114,10 @@ def _misfit(model: nn.Module, plan: Plan) -> str | None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    held = [Held(tuple(found), tuple(parameter.shape)) for parameter, found in names.items()]
-    return misfit(plan, held, lambda name: split_dim(model.get_submodule(name)) >= 0)
+    held = [Held(tuple(found), tuple(local_tensor(parameter).shape)) for parameter, found in names.items()]
+    return misfit(plan, held, functools.partial(_can_split, model))
+
+
+def _can_split(model: nn.Module, name: str) -> bool:
+    operator = model.get_submodule(name)
+    return split_dim(operator) >= 0 and not any(isinstance(p, DTensor) for p in operator.parameters())

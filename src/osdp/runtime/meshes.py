@@ -20,19 +20,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp._torch import default_timeout
+from osdp._torch.mesh import unflattened
 from osdp.accelerator import FAKE
 from osdp.engine import ASYNC_GLOO, Engine
 from osdp.runtime.async_comm import CommThreads, Groups
 from osdp.sharding import ShardingMode
 
 LANES = 2  # see [Note: CommThreads]
-_Key = tuple[str, int, int, Engine]
+_Key = tuple[str, int, int, Engine, tuple[int, ...]]
 _made: dict[_Key, Meshes] = {}  # in the world of `_world`
 _world: weakref.ref[dist.ProcessGroup] | None = None  # weak: when it is destroyed, what was made in it ends too
 
 
-def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, engine: Engine) -> Meshes:
-    """The meshes of this world, the same at every call. Call it on every rank."""
+def meshes_of(
+    device_type: str, nodes: int, devices_per_node: int, *, engine: Engine, within: DeviceMesh | None = None
+) -> Meshes:
+    """The meshes of this world, or of the ranks of a mesh `within` it, the same at every call. Call it on every rank."""
     global _made, _world
     world = dist.group.WORLD
     assert world is not None
@@ -40,9 +43,10 @@ def meshes_of(device_type: str, nodes: int, devices_per_node: int, *, engine: En
         _close(_made)
         _made, _world = {}, weakref.ref(world)
         weakref.finalize(world, _close, _made)  # of this world alone: it may be freed long after the next one was made
-    key = device_type, nodes, devices_per_node, engine
+    ranks = () if within is None else tuple(within.mesh.tolist())
+    key = device_type, nodes, devices_per_node, engine, ranks
     if key not in _made:
-        _made[key] = Meshes(device_type, nodes, devices_per_node, engine=engine)
+        _made[key] = Meshes(device_type, nodes, devices_per_node, engine=engine, within=within)
     return _made[key]
 
 
@@ -55,27 +59,40 @@ def _close(made: dict[_Key, Meshes]) -> None:
 
 
 class Meshes:
-    """Meshes by mode; see [Note: Engines]. Get one with `meshes_of`."""
+    """Meshes by mode; see [Note: Engines]. Get one with `meshes_of`.
 
-    def __init__(self, device_type: str, nodes: int, devices_per_node: int, *, engine: Engine) -> None:
+    `within` is the data-parallel dimension of a larger layout; see [Note: Larger layout]. Other ranks may run plans that
+    need other meshes, and groups are made by all ranks together: so all meshes of such a layout are made at once.
+    """
+
+    def __init__(
+        self, device_type: str, nodes: int, devices_per_node: int, *, engine: Engine, within: DeviceMesh | None = None
+    ) -> None:
         self.device_type, self.nodes, self.devices_per_node = device_type, nodes, devices_per_node
         self._is_async = engine == ASYNC_GLOO
+        self._within = within
+        if within is not None:
+            _ = self.replicas, self.node
 
     @functools.cached_property
     def world(self) -> DeviceMesh:
-        return init_device_mesh(self.device_type, (self.nodes * self.devices_per_node,))
+        return self._within or init_device_mesh(self.device_type, (self.nodes * self.devices_per_node,))
 
     @functools.cached_property
     def node(self) -> DeviceMesh:
-        shape = (self.nodes, self.devices_per_node)
-        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("across", "node"))
-        return mesh["node"] if self._is_async else mesh
+        return self._of_two((self.nodes, self.devices_per_node), ("across", "node"))
 
     @functools.cached_property
     def replicas(self) -> DeviceMesh:
-        shape = (self.nodes * self.devices_per_node, 1)
-        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=("replicas", "alone"))
-        return mesh["alone"] if self._is_async else mesh
+        return self._of_two((self.nodes * self.devices_per_node, 1), ("replicas", "alone"))
+
+    def _of_two(self, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+        if self._within is None:
+            mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+        else:
+            mesh = unflattened(self._within, shape, names)
+        assert mesh.mesh_dim_names is not None
+        return mesh[mesh.mesh_dim_names[1]] if self._is_async else mesh
 
     @functools.cached_property
     def groups(self) -> Groups:
@@ -89,22 +106,33 @@ class Meshes:
         return CommThreads([self.groups, *(self._new_groups() for _ in range(more))], inline=inline)
 
     def _new_groups(self) -> Groups:
-        ranks = torch.arange(self.nodes * self.devices_per_node).view(self.nodes, self.devices_per_node)
-        timeout = default_timeout()
         backend = dist.Backend.GLOO if self._is_async and dist.get_backend() != FAKE else None
-        world = dist.new_group(ranks.flatten().tolist(), timeout=timeout, backend=backend)
-        node, across = world, world
-        if self.nodes > 1:
-            node, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout, backend=backend)
-        if self.devices_per_node > 1:
-            across, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout, backend=backend)
-        assert isinstance(world, dist.ProcessGroup) and isinstance(node, dist.ProcessGroup)
-        assert isinstance(across, dist.ProcessGroup)
+        if self._within is None:
+            ranks = torch.arange(self.nodes * self.devices_per_node)
+        else:
+            ranks = self._within.mesh
+        ranks = ranks.view(self.nodes, self.devices_per_node)
+        world = self._new_group([ranks.flatten().tolist()], backend)
+        node = self._new_group(ranks.tolist(), backend) if self.nodes > 1 else world
+        across = self._new_group(ranks.T.tolist(), backend) if self.devices_per_node > 1 else world
         return Groups(world, node, across)
+
+    def _new_group(self, parts: list[list[int]], backend: str | None) -> dist.ProcessGroup:
+        """This rank's group of several, which are all made in the same order by all ranks that are in one of them."""
+        if self._within is None:
+            group, _ = dist.new_subgroups_by_enumeration(parts, timeout=default_timeout(), backend=backend)
+        else:
+            own = next(part for part in parts if dist.get_rank() in part)
+            local = {"use_local_synchronization": True}  # ranks of other data-parallel groups make their own
+            group = dist.new_group(own, timeout=default_timeout(), backend=backend, **local)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     @functools.cached_property
     def processors(self) -> dist.ProcessGroup:
         """All ranks, for what is no device's business: asking there would wait for all that it still has to do."""
+        if self._within is not None:
+            return self._new_group([self._within.mesh.tolist()], dist.Backend.GLOO)
         group = dist.new_group(backend=dist.Backend.GLOO, timeout=default_timeout())
         assert isinstance(group, dist.ProcessGroup)
         return group

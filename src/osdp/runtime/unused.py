@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from osdp._torch.fsdp import FSDPParamGroup, WatchedParam, watch
+from osdp._torch.fsdp import FSDPParamGroup, WatchedParam, watch, when_backward_ends
 
 Finish = Callable[[], None]
 Exchange = Callable[[Tensor], None]
@@ -59,7 +59,7 @@ class UnusedGradients:
         """A parameter is about to be reduced: every rank's are, alike. The first asks for the end of backward."""
         if not self._any:
             self._any = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._settle)  # type: ignore[attr-defined]
+            when_backward_ends(self._settle)
 
     def _settle(self) -> None:
         if not self._any:
