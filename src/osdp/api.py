@@ -17,7 +17,7 @@ from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option
 from osdp.errors import DoesNotFit, UsageError
 from osdp.infeasible import Measured, nothing_fits
-from osdp.model.graph import ModelGraph
+from osdp.model.graph import ModelGraph, TensorOperator
 from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
 from osdp.recompute import AUTO, Recompute, read_recompute
 from osdp.search.batches import Candidate, Found, Seed, judged, largest_batch, search_batches, smaller_batch
@@ -28,6 +28,7 @@ from osdp.sharding import MODES, REPLICATE
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from osdp.layouts import Tried
     from osdp.verify import Verification
 
 _PROBLEMS = 16  # of each family that are kept: most are asked for several times
@@ -71,6 +72,11 @@ def plan(
     seq_len: int | None = None,
     progress: Report | None = None,
     verify: bool = False,
+    tensor: int = 1,
+    pipeline: int = 1,
+    stage: int | None = None,
+    layout: str | None = None,
+    on_layout: Callable[[Tried], None] | None = None,
 ) -> Plan:
     """Finds the plan with the most samples per second that fits the memory, and proves it.
 
@@ -83,6 +89,11 @@ def plan(
     `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from the prediction, the
     search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak and what would
     help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
+
+    With `tensor` ranks to every operator and `pipeline` stages, the plan is for the data-parallel dimension that is
+    left of the cluster, of the `stage` that is asked for, or of the slowest; see [Note: Outer layout] in
+    osdp.cost.outer.
+    With `layout="auto"` both degrees are chosen; `on_layout` is told of each that was tried.
     """
     from osdp.model.capture import capture
     from osdp.runtime.consistency import by_rank_0
@@ -100,19 +111,46 @@ def plan(
     devices = resolve(cluster, memory)
     batching = Batching(batch, accumulation, global_batch)
 
-    def make() -> Plan:
+    larger = tensor * pipeline > 1 or stage is not None or layout is not None
+    if larger and verify:
+        raise UsageError("a dry run has no tensor or pipeline dimension; leave verify out, or plan without them")
+    if layout not in (None, "auto") or min(tensor, pipeline) < 1 or (layout and tensor * pipeline > 1):
+        raise UsageError(
+            f"layout {layout!r}, tensor {tensor} and pipeline {pipeline} do not go together; give degrees of at least"
+            " 1, or layout 'auto' alone"
+        )
+
+    def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
+        if ranks == 1:
+            return traced(model), ()
+        from osdp.model.tensor_parallel import divide, on_meta
+
+        local = on_meta(model)
+        shared = divide(local, ranks)
+        return traced(local), shared
+
+    def traced(model: nn.Module) -> ModelGraph:
         report(Progress("capture", 0, 0, 1, 0.0))
-        compute_dtype = training.precision.compute_dtype
-        graph = capture(
+        return capture(
             model,
             example_inputs,
             loss=loss,
             name=name,
-            compute_dtype=compute_dtype,
+            compute_dtype=training.precision.compute_dtype,
             seq_len=seq_len,
             batch=batch,
             device=devices.device,
         )
+
+    def make() -> Plan:
+        if larger:
+            from osdp.layouts import Asked, plan_inside, plan_layouts
+
+            asked = Asked(divided, devices, training, rules, batching, report)
+            if layout is None:
+                return plan_inside(asked, tensor, pipeline, stage)
+            return plan_layouts(asked, tried=on_layout or (lambda _: None))
+        graph = traced(model)
 
         def search(cluster: Cluster) -> Plan:
             samples = {"batch": batch, "accumulation": accumulation, "global_batch": global_batch}

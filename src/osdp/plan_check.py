@@ -116,8 +116,18 @@ def _unknown_here(plan: Plan) -> Iterator[str]:
             yield f"unit {unit.name!r} is reduced once a step, so it cannot be reduced in the node more often"
 
 
+def check_alone(plan: Plan) -> None:
+    """Refuses a plan for one dimension of a larger layout, where the model is built without the others."""
+    if plan.layout.is_larger:
+        raise UsageError(
+            f"the plan is for the data-parallel dimension of {plan.layout}, which only osdp.parallelize(model, plan,"
+            " mesh=...) applies, to a model that is divided so; plan without --tensor and --pipeline for this command"
+        )
+
+
 def check_graph(plan: Plan, graph: ModelGraph) -> None:
     """Refuses a plan that is not for this model, or that calls uncalled what the model calls."""
+    check_alone(plan)
     called = {name for stage in graph.stages for each in stage.operators for name in graph.operators[each].parameters}
     wrong = next((name for name in plan.model.uncalled if name in called), None)
     if wrong is not None:

@@ -124,6 +124,9 @@ class OuterLayout:
         return f"tensor {self.tensor} × pipeline {self.pipeline}"
 
 
+NO_LAYOUT = OuterLayout()
+
+
 @dataclass(frozen=True)
 class Predicted:
     """What a step is expected to take, on every device alike.
@@ -198,7 +201,7 @@ class Plan:
     units: Annotated[tuple[PlanUnit, ...], Meta(min_length=1)]
     compiled: bool = False
     loss_chunks: Annotated[int, Meta(ge=1, le=1024)] = 1
-    layout: OuterLayout = OuterLayout()
+    layout: OuterLayout = NO_LAYOUT
 
     @property
     def blocks(self) -> list[str]:

@@ -41,7 +41,10 @@ examples:
   osdp plan llama3-8b --cluster 4x8xA100-80GB --network 200Gbit
   osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --global-batch 256
   osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
-  osdp plan my_package.models:build --cluster 4xL4 --modes replicate,free"""
+  osdp plan my_package.models:build --cluster 4xL4 --modes replicate,free
+  osdp plan llama3-70b --cluster 8x8xH100-80GB --global-batch 512 --tensor 4
+  osdp plan gpt3-175b --cluster 128x8xH100-80GB --global-batch 2048 \
+      --layout auto"""
 
 
 def add_to(commands: Commands) -> None:
@@ -72,6 +75,17 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         help="memory of each device, such as 16GiB; a reserve is taken off (default: the device's own)",
     )
     add_network(group)
+    group.add_argument(
+        "--tensor", metavar="T", type=samples, default=1, help="ranks that share every operator (default: %(default)s)"
+    )
+    group.add_argument(
+        "--pipeline", metavar="P", type=samples, default=1, help="stages that share the blocks (default: %(default)s)"
+    )
+    group.add_argument("--stage", metavar="S", type=int, help="plan this stage, from 0 (default: the slowest)")
+    group.add_argument("--expert", metavar="E", type=samples, default=1, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--layout", choices=("auto",), help="try all degrees of --tensor and --pipeline, and take the fastest"
+    )
 
 
 def add_network(group: argparse._ActionsContainer) -> None:
@@ -197,11 +211,17 @@ def run(arguments: argparse.Namespace) -> None:
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
             "--batch fixes one device's micro-batch, --global-batch the whole step's samples: give one of them"
         )
+    if arguments.expert > 1:
+        raise UsageError(
+            f"--expert {arguments.expert}: experts over a mesh dimension of their own are not planned; leave it out,"
+            " and they are held as other operators are"
+        )
     if arguments.network is not None:
         arguments.cluster = arguments.cluster.with_network(arguments.network)
     from osdp.model.source import load_model
 
     source = load_model(arguments.model, seq_len=arguments.seq_len)
+    arguments.tried = []
     try:
         plan = _plan(arguments, source, pins)
     except DoesNotFit as error:
@@ -247,6 +267,11 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             seq_len=source.seq_len,
             progress=progress,
             verify=arguments.verify,
+            tensor=arguments.tensor,
+            pipeline=arguments.pipeline,
+            stage=arguments.stage,
+            layout=arguments.layout,
+            on_layout=arguments.tried.append,
         )
 
 
@@ -261,6 +286,10 @@ def _deliver(plan: Plan, arguments: argparse.Namespace) -> None:
     from osdp.report.terminal import print_plan
 
     print_plan(plan_page(plan), console(sys.stdout))
+    if arguments.tried:
+        from osdp.report.layouts_page import layout_rows, print_layouts
+
+        print_layouts(layout_rows(arguments.tried), console(sys.stdout))
     if arguments.verify:
         peak = format_bytes(plan.predicted.peak_bytes)
         print(f"\nverified: a dry run of this plan peaks at {peak}, {plan.predicted.peak_at}")

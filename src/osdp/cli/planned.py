@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from osdp.cost.training import PRECISIONS
 from osdp.errors import UsageError
-from osdp.plan_check import check_graph
+from osdp.plan_check import check_alone, check_graph
 from osdp.planfile import Plan
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGrap
     """The plan's model, traced again: from `model`, or from the name in the plan."""
     from osdp.model.source import load_model
 
+    check_alone(plan)
     name = plan.model.name if model is None else model
     try:
         source = load_model(name, seq_len=None if ":" in name else plan.model.seq_len)

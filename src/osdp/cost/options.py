@@ -58,10 +58,11 @@ def options_of(tables: Tables, layout: Layout, unit: Unit, places: Places, slots
     ]
     modes = tables.rules.modes_of(unit, below, tables.cluster)
     several = tables.training.accumulation > 1 and unit.trained
+    once = (True,) if several and tables.rules.only_reduced_once else (False, True) if several else (False,)
     may_split = tables.rules.split and not _is_selective(layout, unit)
     split = [slices for slices in SLICES if may_split and unit.can_split(slices)]
     found = []
-    for mode, slices, o in itertools.product(modes, (1, *split), (False, True) if several else (False,)):
+    for mode, slices, o in itertools.product(modes, (1, *split), once):
         flat = _option(tables, layout, unit, places, slots, Option(mode, slices, 1, o))
         found.append(flat)
         if several and not o and mode.is_reduced_across:

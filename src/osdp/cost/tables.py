@@ -51,6 +51,7 @@ class Rules:
     recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE
     granularities: tuple[str, ...] | None = None
     two_levels: bool = True
+    only_reduced_once: bool = False  # where micro-batches are accumulated, as a pipeline's schedule does
     pins: Mapping[str, str] | None = None
 
     def modes_of(self, unit: Unit, operators: Sequence[str], cluster: Cluster) -> tuple[ShardingMode, ...]:

@@ -93,6 +93,19 @@ class Operator:
 
 
 @dataclass(frozen=True)
+class TensorOperator:
+    """An operator that tensor-parallel ranks share: who waits for its output, or for its input's gradient.
+
+    `input_share` is its input's size as a part of its output's.
+    """
+
+    name: str
+    adds_outputs: bool
+    gathers_outputs: bool
+    input_share: float
+
+
+@dataclass(frozen=True)
 class Mark:
     """A point of the trace at which the plan may act.
 

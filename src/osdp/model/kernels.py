@@ -26,6 +26,8 @@ _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention",
 class KernelKind(IntEnum):
     """A kernel that moves bytes, one that multiplies matrices, or one that does all of attention at once.
 
+    A collective that the compute stream waits for is given as the bytes that a kernel would move in its time.
+
     A causal attention kernel skips the blocks above the diagonal: it does half of the products that its shapes allow.
     """
 
@@ -33,6 +35,7 @@ class KernelKind(IntEnum):
     MATMUL = 1
     ATTENTION = 2
     CAUSAL_ATTENTION = 3
+    COLLECTIVE = 4
 
 
 def product_workspace(func: Any, args: Sequence[Any]) -> int:

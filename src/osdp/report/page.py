@@ -8,7 +8,7 @@ from itertools import groupby
 
 from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.errors import DoesNotFit
-from osdp.planfile import Baseline, Certificate, Plan, PlanUnit
+from osdp.planfile import NO_LAYOUT, Baseline, Certificate, OuterLayout, Plan, PlanUnit
 from osdp.recompute import Recompute
 from osdp.report.grouping import below, label_of, merged
 from osdp.sharding import MODES, REPLICATE
@@ -113,6 +113,7 @@ class PlanPage:
     certificate: Certificate
     trained: int | None = None
     assumptions: tuple[str, ...] = ()
+    layout: OuterLayout = NO_LAYOUT
     unused: tuple[str, ...] = ()  # parameters on which the loss does not depend
 
 
@@ -147,7 +148,8 @@ def plan_page(plan: Plan) -> PlanPage:
         model=plan.model.name,
         parameters=plan.model.parameters,
         seq_len=seq_len,
-        cluster=plan.cluster.label,
+        cluster=plan.layout.whole or plan.cluster.label,
+        layout=plan.layout,
         world_size=plan.cluster.world_size,
         precision=plan.precision,
         reduce_dtype=plan.reduce_dtype,

@@ -52,6 +52,8 @@ def _print_headline(page: PlanPage, out: Console) -> None:
         f"{page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}"
         f"{f', loss in {page.loss_chunks} chunks' if page.loss_chunks > 1 else ''}",
     )
+    if page.layout.is_larger:
+        print_line(out, layout_sentence(page))
     tokens = "" if page.tokens_per_second is None else f"   {format_rate(page.tokens_per_second)} tokens/s"
     out.print()
     out.print(Text.assemble("  ", (f"{format_rate(page.samples_per_second)} samples/s", "bold green"), tokens))
@@ -70,6 +72,21 @@ def _print_headline(page: PlanPage, out: Console) -> None:
         print_line(out, f"assumed in tracing: {'; '.join(page.assumptions)}")
     if page.unused:
         print_line(out, unused_sentence(page))
+
+
+def layout_sentence(page: PlanPage) -> str:
+    """The layout, and what of the step its other dimensions take."""
+    layout = page.layout
+    waits = (
+        [f"collectives of the tensor dimension {format_seconds(layout.tensor_seconds)}"] if layout.tensor > 1 else []
+    )
+    if layout.pipeline > 1:
+        waits.append(f"bubble of the pipeline {format_seconds(layout.bubble_seconds)}")
+    stage = f"; stage {layout.stage} of {layout.pipeline}" if layout.pipeline > 1 else ""
+    return (
+        f"layout {layout} × data {page.world_size}{stage}; parameters, memory and units below are one rank's share;"
+        f" of the step, {', '.join(waits)}"
+    )
 
 
 def _listed(parts: Sequence[Part], form: Callable[[float], str]) -> str:

@@ -151,6 +151,8 @@ class States:
         assert self.optimizer is not None
         made: dict[str, dict[str, Any]] = {}
         for name, saved in document["optimizer"]["states"].items():
+            if name not in self.held:  # it is another stage's
+                continue
             parameters, dim = self.held[name]
             dtype = metadata.state_dict_metadata[f"model.{name}"].properties.dtype  # type: ignore[union-attr]
             made[name] = {}

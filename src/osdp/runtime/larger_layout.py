@@ -1,10 +1,10 @@
 """A plan over the data-parallel dimension of a mesh that has others: tensor parallel, pipeline stages.
 
 [Note: Larger layout]
-A model may be tensor-parallel before a plan is applied: its parameters are DTensors over a dimension of a device mesh, as
-`parallelize_module` or a Hugging Face `tp_plan` make them. It may be one stage of a pipeline. Then the ranks of one
-data-parallel group run one plan, over what each of them holds: gathers, reductions and questions go to that group alone.
-Its copies of one gradient are told from parts of one by the mesh: a model's ranks are those of the data-parallel and the
+A model may be tensor-parallel before a plan is applied: its parameters are DTensors over a dimension of a device mesh,
+as `parallelize_module` or a Hugging Face `tp_plan` make them. It may be one stage of a pipeline. Then the ranks of one
+data-parallel group run one plan, over what each of them holds: gathers, reductions and questions go to that group
+alone. Copies of a gradient are told from its parts by the mesh: a model's ranks are those of the data-parallel and the
 tensor dimension together, and other stages have other gradients.
 """
 
@@ -40,6 +40,11 @@ def check_mesh(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
             f"the plan is for one data-parallel dimension of {plan.layout}; give osdp.parallelize that dimension, as"
             " mesh=mesh['dp']"
         )
+    if outer is not None and any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "the model is tensor-parallel and on the meta device, where osdp.initialize would draw the same numbers for"
+            " every rank's part; give it its weights before osdp.parallelize"
+        )
     anew = next((unit.name for unit in plan.units if unit.sharding.is_sharded_anew), None)
     if outer is not None and anew is not None:
         raise UsageError(
@@ -60,8 +65,8 @@ def check_mesh(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
         )
     if outer is not None and outer.ndim > 1:
         raise UsageError(
-            f"the model's parameters lie on {outer.ndim} dimensions, {_names(outer)}; a plan goes with one tensor-parallel"
-            " dimension"
+            f"the model's parameters lie on {outer.ndim} dimensions, {_names(outer)}; a plan goes with one"
+            " tensor-parallel dimension"
         )
     if outer is not None and set(mesh.mesh.tolist()) & set(outer.mesh.tolist()) != {dist.get_rank()}:
         raise UsageError(
@@ -76,7 +81,7 @@ def tensor_mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def model_ranks(model: nn.Module, mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """All ranks that hold parts or copies of a model; a collective over `mesh`, which is its data-parallel dimension."""
+    """All ranks that hold parts or copies of a model; a collective over `mesh`, its data-parallel dimension."""
     if mesh is None:
         return tuple(range(dist.get_world_size()))
     outer = tensor_mesh(model)

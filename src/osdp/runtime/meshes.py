@@ -35,7 +35,7 @@ _world: weakref.ref[dist.ProcessGroup] | None = None  # weak: when it is destroy
 def meshes_of(
     device_type: str, nodes: int, devices_per_node: int, *, engine: Engine, within: DeviceMesh | None = None
 ) -> Meshes:
-    """The meshes of this world, or of the ranks of a mesh `within` it, the same at every call. Call it on every rank."""
+    """The meshes of this world, or of a mesh `within` it, the same at every call. Call it on every rank."""
     global _made, _world
     world = dist.group.WORLD
     assert world is not None
@@ -61,8 +61,8 @@ def _close(made: dict[_Key, Meshes]) -> None:
 class Meshes:
     """Meshes by mode; see [Note: Engines]. Get one with `meshes_of`.
 
-    `within` is the data-parallel dimension of a larger layout; see [Note: Larger layout]. Other ranks may run plans that
-    need other meshes, and groups are made by all ranks together: so all meshes of such a layout are made at once.
+    `within` is the data-parallel dimension of a larger layout; see [Note: Larger layout]. Other ranks may run plans
+    that need other meshes, and groups are made by all ranks together: so all meshes of such a layout are made at once.
     """
 
     def __init__(
@@ -107,10 +107,7 @@ class Meshes:
 
     def _new_groups(self) -> Groups:
         backend = dist.Backend.GLOO if self._is_async and dist.get_backend() != FAKE else None
-        if self._within is None:
-            ranks = torch.arange(self.nodes * self.devices_per_node)
-        else:
-            ranks = self._within.mesh
+        ranks = torch.arange(self.nodes * self.devices_per_node) if self._within is None else self._within.mesh
         ranks = ranks.view(self.nodes, self.devices_per_node)
         world = self._new_group([ranks.flatten().tolist()], backend)
         node = self._new_group(ranks.tolist(), backend) if self.nodes > 1 else world

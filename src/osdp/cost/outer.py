@@ -1,0 +1,313 @@
+"""The local problem of a larger layout: a model and a cluster go in, those of one data-parallel dimension come out.
+
+[Note: Outer layout]
+With t tensor-parallel ranks, p stages of a pipeline and d data-parallel copies of each, a plan decides what one rank of
+a data-parallel group holds. Everything else is put into the problem, so that costs and search stay as they are:
+
+- Tensor: capture has local shapes; the collectives that the ranks of an operator wait for become kernels of their
+  seconds on the compute stream: an all-reduce after every operator that is divided by rows, in forward and again where
+  a block is recomputed; in backward one for the input of each group of operators divided by columns.
+- Pipeline (1F1B): stage s computes its own blocks, holds the saved activations of p - s micro-batches (at most all),
+  and sends a hidden state forth and a gradient back. The first and last p - 1 micro-batches find some stages idle: a
+  step of m micro-batches takes the time of m + p - 1, so that the local problem accumulates so many, and the rates it
+  gives are multiplied by m / (m + p - 1). A schedule of torch's reduces gradients after the last micro-batch.
+- Ranks lie on nodes with tensor innermost, then data, then pipeline: tensor groups do not leave a node, and t of them
+  share the node's network. The slowest device of all sets the pace, not the slowest of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from osdp.cluster import Cluster
+from osdp.cluster.slowest import expected_largest
+from osdp.errors import UsageError
+from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Segment, Stage, TensorOperator, Trace
+from osdp.model.kernels import KernelKind
+
+REFERENCE_BATCH = 4  # a collective's seconds grow in a straight line through those of one sample and of these
+
+
+def local_cluster(cluster: Cluster, tensor: int, pipeline: int) -> Cluster:
+    """The ranks of one stage's data-parallel dimension, with their share of the network."""
+    each, nodes = cluster.devices_per_node, cluster.nodes
+    if each % tensor:
+        raise UsageError(
+            f"{tensor} tensor-parallel ranks do not divide the {each} devices of a node; give a divisor of {each}"
+        )
+    if nodes % pipeline == 0:
+        nodes, here = nodes // pipeline, each // tensor
+    elif pipeline % nodes == 0 and (each // tensor) % (pipeline // nodes) == 0:
+        nodes, here = 1, each // tensor // (pipeline // nodes)
+    else:
+        raise UsageError(
+            f"{pipeline} stages of {tensor} ranks do not divide {cluster.word}; give a divisor of its nodes, or a"
+            " multiple that divides the devices of each"
+        )
+    spread, ranks = cluster.device.speed_spread, nodes * here
+    if ranks > 1:
+        spread *= expected_largest(cluster.world_size) / expected_largest(ranks)
+    network = replace(cluster.network, bytes_per_second=cluster.network.bytes_per_second * here / each)
+    return replace(
+        cluster,
+        nodes=nodes,
+        devices_per_node=here,
+        network=network,
+        device=replace(cluster.device, speed_spread=spread),
+        stages=(),
+        measured=(),
+        name="",
+    )
+
+
+class Clock:
+    """Kernels that take the time of a collective, on a device of the local cluster."""
+
+    def __init__(self, cluster: Cluster, local: Cluster) -> None:
+        self._cluster = cluster
+        scale = local.slowest_factor if local.device.attention_efficiency > 0 else 1.0
+        self._bytes_per_second = 1e12 / local.device.memory_seconds(1e12) / scale
+
+    def all_reduce(self, ranks: int, kind: str = "all_reduce") -> Callable[[Affine], Affine]:
+        """Of bytes, the bytes that a kernel would move in the time of the collective."""
+        group = replace(self._cluster, nodes=1, devices_per_node=ranks, measured=(), stages=())
+        return self._as_moved(lambda total: group.collective_seconds(kind, "node", total))
+
+    def sent(self, *, across_nodes: bool) -> Callable[[Affine], Affine]:
+        """The same for a message to the next stage, which every device of a node sends at once."""
+        link, share = (self._cluster.network, self._cluster.devices_per_node) if across_nodes else (None, 1)
+        link = link or self._cluster.node_link
+        return self._as_moved(lambda total: link.latency_seconds + total * share / link.bytes_per_second)
+
+    def seconds(self, moved: Affine, batch: int) -> float:
+        return moved.at(batch) / self._bytes_per_second
+
+    def _as_moved(self, seconds: Callable[[float], float]) -> Callable[[Affine], Affine]:
+        def moved(total: Affine) -> Affine:
+            one, more = (seconds(total.at(batch)) for batch in (1, REFERENCE_BATCH))
+            slope = (more - one) / (REFERENCE_BATCH - 1)
+            rate = self._bytes_per_second
+            return Affine(round(max(0.0, one - slope) * rate), round(slope * rate))
+
+        return moved
+
+
+def with_tensor_collectives(
+    graph: ModelGraph, shared: Sequence[TensorOperator], ranks: int, clock: Clock
+) -> ModelGraph:
+    """The graph with the tensor dimension's collectives as kernels; operators that are shared are not split."""
+    by_name = {each.name: each for each in shared}
+    all_reduce, gather = clock.all_reduce(ranks), clock.all_reduce(ranks, "all_gather")
+    stages = []
+    for stage in graph.stages:
+        own = [by_name[name] for name in stage.operators if name in by_name]
+        outputs: dict[str, Affine] = {}
+        for each in own:
+            size = graph.operators[each.name].output_bytes
+            if each.adds_outputs:
+                outputs[each.name] = all_reduce(size)
+            elif each.gathers_outputs:
+                outputs[each.name] = gather(_times(size, ranks))
+        inputs = {
+            group[0]: all_reduce(_times(graph.operators[group[0]].output_bytes, by_name[group[0]].input_share))
+            for group in _column_groups(own)
+        }
+        traces = [
+            _with_waits(trace, outputs, inputs) if trace else None
+            for trace in (stage.plain, stage.recomputed, stage.selective)
+        ]
+        assert traces[0] is not None
+        stages.append(replace(stage, plain=traces[0], recomputed=traces[1], selective=traces[2]))
+    operators = {
+        name: replace(each, split_dim=-1) if name in by_name else each for name, each in graph.operators.items()
+    }
+    return replace(graph, stages=tuple(stages), operators=operators)
+
+
+def _column_groups(own: Sequence[TensorOperator]) -> list[list[str]]:
+    """Operators divided by columns up to the next one divided by rows: they share an input, whose gradient is added up.
+
+    So run frameworks that gather the input once; where each operator gathers its own, as DTensor's styles do by
+    default, there is an all-reduce for each.
+    """
+    groups: list[list[str]] = [[]]
+    for each in own:
+        if each.adds_outputs or each.gathers_outputs:
+            groups.append([])
+        if not each.adds_outputs:
+            groups[-1].append(each.name)
+    return [group for group in groups if group]
+
+
+def _with_waits(trace: Trace, outputs: Mapping[str, Affine], inputs: Mapping[str, Affine]) -> Trace:
+    """Kernels at the marks at which an operator is left: in forward by its name, in backward its inputs' as well."""
+    forward = [_also(s, outputs.get(s.mark.name)) if _is_left(s.mark) else s for s in trace.forward]
+    backward = [
+        _also(s, (outputs if s.mark.again else inputs).get(s.mark.name)) if _is_left(s.mark) else s
+        for s in trace.backward
+    ]
+    return Trace(tuple(forward), tuple(backward))
+
+
+def _is_left(mark: Mark) -> bool:
+    return mark.kind == "leave"
+
+
+def _also(segment: Segment, moved: Affine | None) -> Segment:
+    """The segment with one kernel more, which moves so much."""
+    if moved is None:
+        return segment
+    row = np.array([[moved.constant, moved.per_sample]], dtype=np.int64)
+    return replace(
+        segment,
+        flops=np.concatenate([segment.flops, np.zeros((1, 2), dtype=np.int64)]),
+        moved=np.concatenate([segment.moved, row]),
+        kinds=np.concatenate([segment.kinds, [KernelKind.COLLECTIVE]]),
+    )
+
+
+def waiting_seconds(graph: ModelGraph, clock: Clock, batch: int) -> float:
+    """What a plain micro-batch waits for the collectives and messages that are kernels here."""
+    passes = (t for stage in graph.stages for t in (stage.plain.forward, stage.plain.backward))
+    rows = [segment.moved[segment.kinds == KernelKind.COLLECTIVE] for segments in passes for segment in segments]
+    constant, per_sample = np.concatenate([np.zeros((1, 2), dtype=np.int64), *rows]).sum(axis=0)
+    return clock.seconds(Affine(int(constant), int(per_sample)), batch)
+
+
+def _times(amount: Affine, factor: float) -> Affine:
+    return Affine(round(amount.constant * factor), round(amount.per_sample * factor))
+
+
+def stage_graph(graph: ModelGraph, pipeline: int, stage: int, micro_batches: int, clock: Clock | None) -> ModelGraph:
+    """One stage of a pipeline: its blocks, its activations of several micro-batches, its messages to others."""
+    if pipeline == 1:
+        return graph
+    parts = _divided_blocks(graph, pipeline)
+    chosen = parts[stage]
+    in_flight = min(pipeline - stage, micro_batches)
+    hidden = _hidden_bytes(graph)
+    stages = [_held_often(each, in_flight) for each in chosen]
+    if clock is not None:
+        sent = clock.sent(across_nodes=True)(hidden)
+        last = len(stages) - 1
+        if stage < pipeline - 1:
+            stages[last] = _in_every_trace(stages[last], lambda t: _at_end(t, sent, backward=False))
+        if stage > 0:
+            stages[0] = _in_every_trace(stages[0], lambda t: _at_end(t, sent, backward=True))
+    boundary = (in_flight + 1) * ((stage > 0) + (stage < pipeline - 1))
+    inputs = graph.input_bytes + _times(hidden, boundary)
+    elements = graph.sample_elements if stage == 0 else 0  # later stages get no samples, but hidden states
+    return _only(replace(graph, input_bytes=inputs, sample_elements=elements), stages)
+
+
+def _divided_blocks(graph: ModelGraph, pipeline: int) -> list[list[Stage]]:
+    """Blocks as equal as can be, earlier stages the larger; what is outside goes with the block before it, or first."""
+    count = len(graph.blocks)
+    if count < pipeline:
+        raise UsageError(f"{graph.name} has {count} blocks, too few for {pipeline} stages; give at most {count}")
+    sizes = [count // pipeline + (index < count % pipeline) for index in range(pipeline)]
+    ends = np.cumsum(sizes)
+    parts: list[list[Stage]] = [[] for _ in sizes]
+    seen = 0
+    for each in graph.stages:
+        seen += each.is_block
+        parts[int(np.searchsorted(ends, max(seen, 1)))].append(each)
+    return parts
+
+
+def _hidden_bytes(graph: ModelGraph) -> Affine:
+    """What one block hands to the next: the output of the operator that it enters first, a norm or a projection."""
+    block = graph.blocks[-1]
+    entered = (s.mark.name for s in block.plain.forward if s.mark.kind == "enter" and s.mark.name in graph.operators)
+    return graph.operators[next(entered)].output_bytes
+
+
+def _held_often(stage: Stage, times: int) -> Stage:
+    """A stage whose saved activations are there `times`: of micro-batches before this one, which backward awaits."""
+
+    def held(trace: Trace) -> Trace:
+        if not trace.forward or not trace.backward:
+            return trace
+        more = _times(trace.forward_delta, times - 1)
+        forward = tuple(_raised(segment, more) for segment in trace.forward)
+        last = trace.backward[-1]
+        return Trace(forward, (*trace.backward[:-1], replace(last, end=last.end - more)))
+
+    return stage if times == 1 else _in_every_trace(stage, held)
+
+
+def _raised(segment: Segment, more: Affine) -> Segment:
+    def lines(found: Iterable[Affine]) -> tuple[Affine, ...]:
+        return tuple(line + more for line in found)
+
+    return replace(
+        segment,
+        peak=lines(segment.peak),
+        end=segment.end + more,
+        worked=lines(segment.worked),
+        attended=lines(segment.attended),
+    )
+
+
+def _at_end(trace: Trace, moved: Affine, *, backward: bool) -> Trace:
+    segments = trace.backward if backward else trace.forward
+    if not segments:
+        return trace
+    changed = (*segments[:-1], _also(segments[-1], moved))
+    return replace(trace, backward=changed) if backward else replace(trace, forward=changed)
+
+
+def _in_every_trace(stage: Stage, change: Callable[[Trace], Trace]) -> Stage:
+    return replace(
+        stage,
+        plain=change(stage.plain),
+        recomputed=stage.recomputed and change(stage.recomputed),
+        selective=stage.selective and change(stage.selective),
+    )
+
+
+def _only(graph: ModelGraph, stages: Sequence[Stage]) -> ModelGraph:
+    """The graph of these stages: a parameter that is tied to another stage's has the name that it has here."""
+    names = dict.fromkeys(name for stage in stages for name in stage.operators)
+    renamed: dict[str, Parameter] = {}
+    for name in names:
+        for each in graph.operators[name].parameters:
+            parameter = graph.parameters[each]
+            here = [n for n in (each, *parameter.aliases) if n.rpartition(".")[0] in names] or [each]
+            renamed[each] = replace(parameter, name=here[0], aliases=tuple(here[1:]))
+    operators = {name: _renamed(graph.operators[name], renamed) for name in names}
+    first = {each: parameter.name for each, parameter in renamed.items() if parameter.name != each}
+    changed = [_in_every_trace(stage, lambda trace: _marked(trace, first)) for stage in stages] if first else stages
+    return replace(
+        graph,
+        parameters={parameter.name: parameter for parameter in renamed.values()},
+        operators=operators,
+        stages=_numbered(changed),
+        unused=tuple(name for name in graph.unused if name in renamed),
+    )
+
+
+def _renamed(operator: Operator, renamed: Mapping[str, Parameter]) -> Operator:
+    return replace(operator, parameters=tuple(renamed[each].name for each in operator.parameters))
+
+
+def _marked(trace: Trace, names: Mapping[str, str]) -> Trace:
+    def segments(found: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return tuple(
+            replace(s, mark=replace(s.mark, name=names.get(s.mark.name, s.mark.name)))
+            if s.mark.kind == "gradient"
+            else s
+            for s in found
+        )
+
+    return Trace(segments(trace.forward), segments(trace.backward))
+
+
+def _numbered(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The first and the last stage may have messages: they are alike to no other."""
+    most = max(stage.alike for stage in stages)
+    ends = {0: most + 1, len(stages) - 1: most + 2}
+    return tuple(replace(stage, alike=ends.get(index, stage.alike)) for index, stage in enumerate(stages))
