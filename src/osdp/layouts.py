@@ -156,8 +156,7 @@ def plan_layouts(
     Every layout is priced with the best plan that gathers whole blocks, found by a short search; the fastest, and data
     parallelism alone, are then planned in full, and the better of the two is taken.
     """
-    quick = replace(asked, rules=replace(asked.rules, split=False, granularities=(WHOLE,)), seconds=AUTO_SECONDS)
-    found = [_tried(quick, tensor, pipeline) for tensor in tensors for pipeline in pipelines]
+    found = [priced(asked, tensor, pipeline) for tensor in tensors for pipeline in pipelines]
     fastest = max(found, key=lambda each: _rate(each.plan) if each.plan else 0.0)
     if fastest.plan is None:
         raise UsageError(f"no layout fits {asked.cluster.word}: {found[0].reason}; give more devices or more memory")
@@ -171,6 +170,12 @@ def plan_layouts(
             best = taken.plan
     assert best is not None
     return best
+
+
+def priced(asked: Asked, tensor: int, pipeline: int) -> Tried:
+    """A layout with the best plan that gathers whole blocks, found by a short search."""
+    rules = replace(asked.rules, split=False, granularities=(WHOLE,))
+    return _tried(replace(asked, rules=rules, seconds=AUTO_SECONDS), tensor, pipeline)
 
 
 def _tried(asked: Asked, tensor: int, pipeline: int) -> Tried:
