@@ -40,9 +40,9 @@ def line(tried: Tried, seconds: float) -> str:
     plan, step = tried.plan, tried.plan.predicted
     return (
         f"{head} data {plan.cluster.world_size:4}: {step.samples_per_second:7.2f} samples/s, MFU"
-        f" {100 * step.mfu:.1f} %, micro-batch {plan.batch_size} × {plan.accumulation}, peak {step.peak_bytes / 2**30:.1f} GiB; of"
-        f" {step.step_seconds:.2f} s tensor {plan.layout.tensor_seconds:.2f} s, bubble"
-        f" {plan.layout.bubble_seconds:.2f} s  ({seconds:.0f} s)"
+        f" {100 * step.mfu:.1f} %, micro-batch {plan.batch_size} × {plan.accumulation}, peak"
+        f" {step.peak_bytes / 2**30:.1f} GiB; of {step.step_seconds:.2f} s tensor"
+        f" {plan.layout.tensor_seconds:.2f} s, bubble {plan.layout.bubble_seconds:.2f} s  ({seconds:.0f} s)"
     )
 
 
