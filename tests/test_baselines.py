@@ -1,4 +1,7 @@
-"""Claim: a baseline is one way for all units, at its own best batch size, priced by the same cost model."""
+"""Claim: a baseline is one way for all units, priced by the same cost model, at the batch size that a plan would take.
+
+That is the smallest within 1 % of its best rate.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def priced(baseline: Baseline, cluster: Cluster, batch: int, accumulation: int =
 
 
 @pytest.mark.parametrize(("word", "memory"), [("4xCPU", "3MiB"), ("2x2xA100-40GB", "4MiB")])
-def test_cost_and_largest_batch(word: str, memory: str) -> None:
+def test_cost_and_the_smallest_batch_close_to_the_best_rate(word: str, memory: str) -> None:
     cluster = machines(word, memory)
     for baseline in found(cluster):
         assert baseline.feasible, baseline.name
@@ -48,8 +51,15 @@ def test_cost_and_largest_batch(word: str, memory: str) -> None:
         assert baseline.step_seconds == pytest.approx(step.time().total, rel=1e-9)
         rate = baseline.batch_size * cluster.world_size / step.time().total
         assert baseline.samples_per_second == pytest.approx(rate, rel=1e-9)
-        larger = priced(baseline, cluster, baseline.batch_size + 1)
-        assert larger.timeline().peak_bytes > cluster.limit_bytes
+        rates = []
+        for batch in range(1, 200):
+            step = priced(baseline, cluster, batch)
+            if step.timeline().peak_bytes > cluster.limit_bytes:
+                break
+            rates.append(batch * cluster.world_size / step.time().total)
+        assert len(rates) < 199
+        enough = 0.99 * max(rates) * (1 - 1e-9)
+        assert baseline.batch_size == 1 + next(n for n, rate in enumerate(rates) if rate >= enough)
 
 
 def test_what_does_not_fit_is_flagged() -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from osdp.baselines import Way, baselines
-from osdp.batching import LARGEST_MICRO_BATCH, Batching
+from osdp.batching import CLOSE, LARGEST_MICRO_BATCH, Batching
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout
@@ -322,9 +322,6 @@ class _Space:
     def read(self, found: Found) -> tuple[Layout, list[Option]]:
         problem = found.candidate.make(found.batch, found.batch)
         return self.tables(found.candidate.accumulation).read(problem, found.choice)
-
-
-CLOSE = 0.01  # of the best rate: within it the smallest micro-batch is preferred
 
 
 def _preferred(found: Found, seeds: Sequence[Seed], batching: Batching, search_seconds: float) -> Found:

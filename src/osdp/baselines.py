@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from osdp.batching import Batching, largest_that_fits
+from osdp.batching import CLOSE, Batching, largest_that_fits
 from osdp.cluster import Cluster
 from osdp.cost.graph import StepGraph, step_graph
 from osdp.cost.tables import Rules, Tables, Uniform
@@ -110,11 +111,19 @@ def _tried(
     for micro, batch in batching.ways(prices.cluster.world_size):
         for once in (False, True) if micro > 1 else (False,):
             uniform = Uniform(mode, recompute, once)
-            size = _largest(prices, uniform, micro) if batch is None else batch
+            size = _size(prices, uniform, micro) if batch is None else batch
             yield uniform, micro, size, prices.verdict(uniform, size, micro)
 
 
-def _largest(prices: Prices, uniform: Uniform, micro: int) -> int:
-    """The largest batch size that fits: seconds per sample never grow with it. 1 if none does."""
+def _size(prices: Prices, uniform: Uniform, micro: int) -> int:
+    """The smallest batch size within CLOSE of the rate of the largest that fits, as plans take it. 1 if none fits.
 
-    return max(1, largest_that_fits(lambda batch: prices.fits(prices.verdict(uniform, batch, micro))))
+    Seconds per sample never grow with the batch size.
+    """
+
+    def each(batch: int) -> float:
+        return prices.verdict(uniform, batch, micro).seconds / batch
+
+    largest = max(1, largest_that_fits(lambda batch: prices.fits(prices.verdict(uniform, batch, micro))))
+    enough = each(largest) / (1 - CLOSE)
+    return 1 + bisect_left(range(1, largest), True, key=lambda batch: each(batch) <= enough)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from osdp.errors import UsageError
 from osdp.planfile import MOST_SAMPLES
 
+CLOSE = 0.01  # of the best rate: within it the smallest micro-batch is preferred
 LARGEST_MICRO_BATCH = 1 << 16  # that is looked at, where none is asked for
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -129,17 +130,29 @@ def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) ->
     A choice that fits also does with fewer samples, so the one that was found says which size that is; then the best
     choice at that size is taken.
     """
-    low, high = found.candidate.low, found.batch
-    while low < high:
-        middle = (low + high) // 2
-        tried = judged(found.candidate, middle, found.choice)
-        quick = tried is not None and tried.seconds_per_sample <= seconds_per_sample
-        low, high = (low, middle) if quick else (middle + 1, high)
-    if low == found.batch:
+
+    def is_quick(batch: int) -> bool:
+        tried = judged(found.candidate, batch, found.choice)
+        return tried is not None and tried.seconds_per_sample <= seconds_per_sample
+
+    low = found.candidate.low
+    size = low + bisect_left(range(low, found.batch), True, key=is_quick)
+    if size == found.batch:
         return found
-    same = judged(found.candidate, low, found.choice)
+    same = judged(found.candidate, size, found.choice)
     assert same is not None
-    return _improved(same, Search(same.candidate.make(low, low)), seconds=seconds)
+    better = _improved(same, Search(same.candidate.make(size, size)), seconds=seconds / 2)
+    return smaller_batch(better, seconds_per_sample, seconds=seconds / 2)  # its choice may allow for fewer still
+
+
+def _larger_batch(found: Found) -> Found:
+    """The same choice at the largest batch size at which it fits: seconds per sample never grow with it."""
+    low, high = found.batch, found.candidate.high
+    exceeds = bisect_left(
+        range(low + 1, high + 1), True, key=lambda b: judged(found.candidate, b, found.choice) is None
+    )
+    larger = judged(found.candidate, low + exceeds, found.choice)
+    return found if larger is None or larger.seconds_per_sample >= found.seconds_per_sample else larger
 
 
 def largest_batch(make: MakeProblem, *, most: int, seconds: float = BOUNDING_SECONDS) -> int:
@@ -192,6 +205,7 @@ def search_batches(
 
     looked_at: set[tuple[int, int]] = set()
     if best is not None:
+        best = _larger_batch(best)
         looked_at.add((id(best.candidate), best.batch))
         cutoff = best.verdict.seconds
         best = _best_whole(best.candidate, best.batch, best, cutoff=cutoff, seconds=seconds * FIRST_SHARE / 2)
