@@ -8,6 +8,7 @@ bound that no choice beats.
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,6 +17,7 @@ from random_problems import random_problem, seeds
 from osdp.search import highs, solve
 from osdp.search.batches import Candidate, search_batches
 from osdp.search.brute import brute_force, stage_choices
+from osdp.search.effort import SLOWEST, now
 from osdp.search.highs import Answer, Program
 from osdp.search.problem import Problem, evaluate
 from osdp.search.solve import relaxed_bound, solve_exactly
@@ -106,3 +108,14 @@ def test_random_problems_are_neither_all_hopeless_nor_all_idle() -> None:
     fits = [answer for answer in answers if answer is not None]
     assert len(answers) > 80
     assert 0.2 * len(answers) < len(fits) < 0.9 * len(answers)
+
+
+def test_effort_is_cpu_time_and_at_least_a_quarter_of_the_wall_clock() -> None:
+    effort, cpu, wall = now(), time.process_time(), time.monotonic()
+    time.sleep(0.2)
+    slept, used, passed = now() - effort, time.process_time() - cpu, time.monotonic() - wall
+    assert passed / SLOWEST * 0.99 <= slept <= passed / SLOWEST + used + 0.01
+    effort, cpu = now(), time.process_time()
+    while time.process_time() - cpu < 0.1:
+        pass
+    assert now() - effort >= 0.1

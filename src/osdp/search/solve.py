@@ -158,6 +158,7 @@ class Search:
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
         self.proven: Outcome | None = None
+        self.repeats = 2 * len({stage.alike for stage in problem.stages}) <= len(problem.stages)  # else no sums decide
         self.slow: object = None  # the program on which HiGHS took too long
         self.tree: tuple[object, Branching] | None = None
         self.excluded: list[tuple[StageChoice, ...]] = []  # what HiGHS's tolerance let pass, by a few bytes
@@ -263,7 +264,8 @@ class Search:
     def _solved(self, model: Model, unused: np.ndarray | None, enough: float, *, all_columns: bool) -> Answer:
         """By HiGHS's branch and bound if that is quick; else, for a proof over all columns, by our own."""
         if self.slow != self._program:
-            answer = solve(model.program, unused=unused, enough=enough, seconds=min(self.left, _QUICK_SECONDS))
+            seconds = min(self.left, _QUICK_SECONDS) if self.repeats else self.left
+            answer = solve(model.program, unused=unused, enough=enough, seconds=seconds)
             if answer.status != "limit":
                 return answer
             self.slow = self._program
