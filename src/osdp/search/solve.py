@@ -157,6 +157,7 @@ class Search:
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
+        self.decided = True  # whether the last program was solved
         self.proven: Outcome | None = None
         self.repeats = 2 * len({stage.alike for stage in problem.stages}) <= len(problem.stages)  # else no sums decide
         self.slow: object = None  # the program on which HiGHS took too long
@@ -214,7 +215,7 @@ class Search:
             more = more_asked(self.rows, verdict)
             refined = refine(self.groups, verdict)
             if refined == self.groups and not more and not self._forbid(model, verdict):
-                return self._done("optimal")
+                return self._done("optimal" if self.decided else "limit")
             self.groups, self.rows = refined, None if self.rows is None else self.rows | more
 
     def _forbid(self, model: Model, verdict: Verdict) -> bool:
@@ -248,6 +249,7 @@ class Search:
             enough = self.to_beat * self.scale * (1 - _TOLERANCE)
             answer = self._solved(model, unused, enough, all_columns=room == beating)
             self.nodes += answer.nodes
+            self.decided = answer.status != "limit"
             if answer.status in ("infeasible", "bounded") and room == beating:
                 return None
             if answer.values is not None:
