@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 LLAMA = "osdp plan llama3-8b --cluster 2x8xA100-40GB"
@@ -77,7 +78,8 @@ QUESTIONS = (
         "How do checkpointing policies compare?",
         "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8",
         (COMPARED,),
-        "Every baseline is priced with all blocks recomputed, and with none.",
+        "Every baseline is priced with no block recomputed, with all selectively (what products and attention put out"
+        " is saved), and with all in full.",
     ),
     Question(
         "What if I checkpoint some blocks only?",
@@ -136,6 +138,7 @@ def main() -> None:
     Path(__file__).with_name("questions.md").write_text("\n".join(lines) + "\n")
 
 
+@cache
 def run(command: str) -> str:
     arguments = [sys.executable, "-m", "osdp", *command.split()[1:], "--quiet"]
     done = subprocess.run(arguments, capture_output=True, text=True)
