@@ -43,7 +43,7 @@ examples:
   osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
   osdp plan my_package.models:build --cluster 4xL4 --modes replicate,free
   osdp plan llama3-70b --cluster 8x8xH100-80GB --global-batch 512 --tensor 4
-  osdp plan gpt3-175b --cluster 128x8xH100-80GB --global-batch 2048 \
+  osdp plan gpt3-175b --cluster 128x8xH100-80GB --global-batch 2048 \\
       --layout auto"""
 
 
