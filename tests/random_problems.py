@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -208,6 +210,23 @@ def random_problem(seed: int) -> Problem:
             stages = _spanning(draw, stages)
     overlap = draw.integer(0, 2) / 2  # none, in part, all
     return Problem(tuple(stages), draw.nbytes(10), draw.integer(60, 500) * MIB, overlap, micro)
+
+
+def random_blocks(seed: int) -> Problem:
+    """A run of alike blocks, each in one of two shapes with an option or two, between two other stages."""
+    draw = _Draw(seed)
+    micro = 2 if draw.chance(0.2) else 1
+
+    def unsplit(shape: ShapeTable) -> ShapeTable:
+        """Choices of a block are columns of the program: nothing of them is split."""
+        units = tuple(tuple(replace(option, slices=1) for option in unit) for unit in shape.units)
+        return replace(shape, units=units)
+
+    block = StageTable(tuple(unsplit(_shape(draw, s, 1, 2, micro)) for s in range(2)), 1)
+    ends = [StageTable((_shape(draw, 0, 1, 1, micro),), number) for number in (0, 2)]
+    count = 6 if sum(len(shape.units[0]) for shape in block.shapes) < 4 else 5
+    stages = (ends[0], *[block] * count, ends[1])
+    return Problem(stages, draw.nbytes(10), draw.integer(150, 700) * MIB, 1.0 if draw.chance(0.7) else 0.5, micro)
 
 
 seeds = st.integers(min_value=0, max_value=2**32 - 1)  # of random_problem

@@ -1,8 +1,7 @@
 """Claims: the search finds what trying every choice finds, on 500 random small problems; on 2,000 in `make test-slow`.
 
 Also where rows enter the program only once they are exceeded, and where HiGHS's branch and bound gives up at once and
-ours does all. When time is up it still gives a choice that fits, and a
-bound that no choice beats.
+ours does all. When time is up it still gives a choice that fits, and a bound that no choice beats.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 
 import pytest
 from hypothesis import example, given, settings
-from random_problems import random_problem, seeds
+from random_problems import random_blocks, random_problem, seeds
 
 from osdp.search import highs, solve
 from osdp.search.batches import Candidate, search_batches
@@ -65,24 +64,34 @@ def test_rows_added_when_exceeded_change_nothing(seed: int, monkeypatch: pytest.
         assert relaxed_bound(problem) <= expected[1] * (1 + 1e-7) + 1e-9
 
 
-def test_our_branch_and_bound_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gives_up(program: Program, *, relaxed: bool = False, **limits: float) -> Answer:
-        return highs.solve(program, relaxed=True, **limits) if relaxed else Answer("limit", math.inf, 0.0, 0, None)
+def gives_up(program: Program, *, relaxed: bool = False, **limits: float) -> Answer:
+    """HiGHS's branch and bound, if every program took it too long."""
+    return highs.solve(program, relaxed=True, **limits) if relaxed else Answer("limit", math.inf, 0.0, 0, None)
 
+
+def test_our_branch_and_bound_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solve, "solve", gives_up)
-    grown = 0
-    for seed in range(5000, 5150):
-        problem = random_problem(seed)
-        if size(problem) > 1000:
-            continue
-        expected, search = brute_force(problem), solve.Search(problem)
-        outcome = search.run()
-        grown += search.tree is not None
-        assert (outcome.verdict is None) == (expected is None)
-        if expected is not None and outcome.verdict is not None:
-            assert outcome.status == "optimal"
-            assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
-    assert grown > 30
+    problems = [problem for seed in range(5000, 5100) if size(problem := random_problem(seed)) <= 1000]
+    assert sum(grown(problem) for problem in problems) > 20
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_blocks_in_two_shapes(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ours:
+        monkeypatch.setattr(solve, "solve", gives_up)
+    used = sum(grown(random_blocks(seed)) for seed in range(200, 206))
+    assert (used > 2) == ours
+
+
+def grown(problem: Problem) -> bool:
+    """Compares the search with brute force; says whether our own branch and bound was at work."""
+    expected, search = brute_force(problem), solve.Search(problem)
+    outcome = search.run()
+    assert (outcome.verdict is None) == (expected is None)
+    if expected is not None and outcome.verdict is not None:
+        assert outcome.status == "optimal"
+        assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+    return search.tree is not None
 
 
 @pytest.mark.parametrize("many", [0, 40])
