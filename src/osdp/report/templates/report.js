@@ -91,8 +91,8 @@
     phases(svg, s, width, TOP, bottom);
     add(svg, "line", { x1: s.left, x2: width - RIGHT, y1: y(data.limit), y2: y(data.limit), class: "limitline" });
     const over = w.peak > data.limit, label = `limit ${bytes(data.limit)}`;
-    add(svg, "text", { x: s.left + 6, y: y(data.limit) + (over || y(data.limit) < TOP + 16 ? 15 : -6), class: "limit halo" }, label);
-    const px = s.x((w.seconds[w.peak_at] + w.seconds[w.peak_at + 1]) / 2);
+    const px = s.x((w.seconds[w.peak_at] + w.seconds[w.peak_at + 1]) / 2), aside = px < (s.left + width - RIGHT) / 2; // the label keeps away from the peak's
+    add(svg, "text", { x: aside ? width - RIGHT - 6 : s.left + 6, "text-anchor": aside ? "end" : "start", y: y(data.limit) + (over || y(data.limit) < TOP + 16 ? 15 : -6), class: "limit halo" }, label);
     if (px >= s.left && px <= width - RIGHT) {
       add(svg, "circle", { cx: px, cy: y(w.peak), r: 4, fill: "var(--ink)", stroke: "var(--card)", "stroke-width": 2 });
       const end = px > width * 0.6;
