@@ -1,4 +1,4 @@
-"""The cells of the table: a model on hosts and links under a memory limit, the most telling first."""
+"""The cells of the table: a model on hosts and links, under each of two memory limits, the most telling first."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from benchmarks.cluster import bits_per_second
 from .models import SHAPES, Shape, tiny
 
 TIGHT, ROOMY = 0.45, 1.3  # of DDP's peak at batch 1: there it does not fit, here it just does
+SHARES = (TIGHT, ROOMY)
 LIMITS = {TIGHT: "DDP does not fit", ROOMY: "DDP just fits"}
 # Clusters that people have, by devices of a host and what joins hosts: their ratio is compared with a cell's.
 REAL = ("2x8xA100-80GB", "2x8xH100-80GB", "2x8xL4")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Setting:
+    """A model on hosts and links. Its cells, one for each memory limit, share ranks, profile and attempts."""
+
     model: str
     hosts: int
     ranks_per_host: int
     across: str
-    share: float  # of DDP's memory
     small: bool = False  # a test's size
 
     @property
@@ -37,7 +39,7 @@ class Cell:
     @property
     def name(self) -> str:
         size = "-tiny" if self.small else ""
-        return f"{self.model}{size}-{self.hosts}x{self.ranks_per_host}-{self.across}-{round(100 * self.share)}"
+        return f"{self.model}{size}-{self.hosts}x{self.ranks_per_host}-{self.across}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,63 +54,54 @@ class Cell:
         return math.inf if self.hosts == 1 else bits_per_second(self.across) / 8
 
 
-def cells(what: str = "throughput") -> Iterator[Cell]:
+def settings(what: str = "throughput") -> list[Setting]:
     """All of them: first one of each kind of question, then the rest."""
-    seen = set()
     if what == "size":
-        chosen = [Cell(model, 2, 2, "500mbit", ROOMY) for model in ("deep", "wide")]
-    elif what == "ablations":
-        chosen = [Cell(model, 2, 2, "500mbit", TIGHT) for model in ("deep", "wide", "pyramid", "lora")]
-    else:
-        chosen = [*_telling(), *_all()]
-    for cell in chosen:
-        if cell.name not in seen:
-            seen.add(cell.name)
-            yield cell
+        return [Setting(model, 2, 2, "500mbit") for model in ("deep", "wide")]
+    if what == "ablations":
+        return [Setting(model, 2, 2, "1gbit") for model in ("deep", "wide", "pyramid", "lora")]
+    return list(dict.fromkeys((*_telling(), *_all())))
 
 
-def _telling() -> Iterator[Cell]:
-    yield Cell("deep", 2, 2, "500mbit", TIGHT)
-    yield Cell("deep", 2, 2, "500mbit", ROOMY)
-    yield Cell("wide", 4, 1, "500mbit", TIGHT)
-    yield Cell("pyramid", 2, 2, "200mbit", TIGHT)
-    yield Cell("experts", 2, 2, "500mbit", TIGHT)
-    yield Cell("lora", 4, 1, "200mbit", TIGHT)
-    yield Cell("bert", 1, 4, "1gbit", TIGHT)
-    yield Cell("encoder-decoder", 2, 2, "1gbit", ROOMY)
-    yield Cell("vit", 4, 1, "1gbit", ROOMY)
-    yield Cell("deep", 4, 1, "100mbit", ROOMY)
-    yield Cell("deep", 2, 4, "1gbit", TIGHT)
-    yield Cell("wide", 2, 2, "2gbit", ROOMY)
+def _telling() -> Iterator[Setting]:
+    yield Setting("deep", 2, 2, "1gbit")
+    yield Setting("wide", 4, 1, "500mbit")
+    yield Setting("pyramid", 2, 2, "500mbit")
+    yield Setting("experts", 2, 2, "1gbit")
+    yield Setting("lora", 4, 1, "500mbit")
+    yield Setting("bert", 2, 2, "1gbit")
+    yield Setting("encoder-decoder", 2, 2, "1gbit")
+    yield Setting("vit", 1, 4, "1gbit")
+    yield Setting("deep", 4, 1, "100mbit")
+    yield Setting("deep", 2, 4, "1gbit")
+    yield Setting("wide", 2, 2, "2gbit")
 
 
-def _all() -> Iterator[Cell]:
-    settings = ((2, 2, "500mbit"), (4, 1, "200mbit"), (1, 4, "1gbit"), (2, 2, "2gbit"))
-    for hosts, each, across in settings:
-        for share in (TIGHT, ROOMY):
-            for model in SHAPES:
-                yield Cell(model, hosts, each, across, share)
+def _all() -> Iterator[Setting]:
+    for hosts, each, across in ((2, 2, "500mbit"), (4, 1, "200mbit"), (1, 4, "1gbit"), (2, 2, "2gbit")):
+        for model in SHAPES:
+            yield Setting(model, hosts, each, across)
 
 
-def smoke() -> list[Cell]:
+def smoke() -> list[Setting]:
     """A few minutes of it."""
-    return [Cell("deep", 2, 2, "500mbit", TIGHT, small=True), Cell("wide", 4, 1, "200mbit", ROOMY, small=True)]
+    return [Setting("deep", 2, 2, "500mbit", small=True)]
 
 
 BYTES_HERE, BYTES_THERE = 8, 6  # of a parameter a step: gathered and reduced in fp32; there gathered in bf16
 
 
-def alike(cell: Cell, flops_per_second: float, tokens: float) -> str:
-    """The real clusters that balance compute and network like this cell, by the tokens that a device takes there.
+def alike(setting: Setting, flops_per_second: float, tokens: float) -> str:
+    """The real clusters that balance compute and network like this setting, by the tokens that a device takes there.
 
     Compute lasts 6 FLOPs a parameter and token, the network so many bytes a parameter: their ratio is the same where
     tokens are to these as FLOPs of a host are to bytes of its link.
     """
     from osdp.cluster import Cluster
 
-    if cell.hosts == 1:
+    if setting.hosts == 1:
         return "any single host"
-    own = flops_per_second * cell.ranks_per_host / cell.link_bytes_per_second
+    own = flops_per_second * setting.ranks_per_host / setting.link_bytes_per_second
     found = []
     for text in REAL:
         real = Cluster.parse(text)

@@ -1,13 +1,14 @@
-"""Every feasible batch size of a way to train: a geometric ladder, refined where memory ends it.
+"""The largest batch size of a way to train that fits a limit.
 
 Peaks are lines of the batch size, nearly, so that two of them say where the limit is met; what is tried there decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+FIRST = (1, 4)  # batches that say where memory ends
 MOST_REFINED = 7  # further tries around the largest batch that fits
 STRIDE = 4  # a try is at most so many times larger than the last that fitted: small batches may not show the slope
 
@@ -18,18 +19,21 @@ class Attempt:
 
     batch: int
     samples: int  # of a step, over all ranks
-    seconds: float
+    seconds: float | None  # None where only memory was looked at
     peak_bytes: int
 
     @property
     def rate(self) -> float:
+        assert self.seconds is not None, "this attempt was not timed"
         return self.samples / self.seconds
 
 
-def climb(try_batch: Callable[[int], Attempt], *, limit_bytes: int, most_samples: int, rungs: bool) -> list[Attempt]:
-    """All attempts, those that do not fit too; with `rungs` every power of two, else only 1, 2 and the largest.
+def largest_batch(
+    try_batch: Callable[[int], Attempt], *, limit_bytes: int, most: int, expected: Mapping[int, int] | None = None
+) -> tuple[int | None, dict[int, Attempt]]:
+    """The largest batch up to `most` whose peak is within the limit, or None, and all that was tried.
 
-    Batches whose peak is sure to pass the limit are not tried, nor steps of more than so many samples.
+    `expected` has peaks of the first batches where they are known without a try, roughly.
     """
     tried: dict[int, Attempt] = {}
 
@@ -38,41 +42,35 @@ def climb(try_batch: Callable[[int], Attempt], *, limit_bytes: int, most_samples
             tried[batch] = try_batch(batch)
         return tried[batch].peak_bytes <= limit_bytes
 
-    fits_one = fits(1)
-    most = max(1, most_samples // tried[1].samples)
-    if not fits_one or most < 2 or not fits(2):
-        return list(tried.values())
-    largest = min(most, _predicted(tried[1], tried[2], limit_bytes))
-    if rungs:
-        rung = 4
-        while rung < largest and fits(rung):
-            rung *= 2
-    _refine(tried, fits, largest, limit_bytes, most)
-    return list(tried.values())
+    if expected is None and fits(FIRST[0]) and most > 1:
+        fits(min(FIRST[1], most))
+    if expected or len(tried) > 1:
+        _refine(tried, fits, dict(expected or {}), limit_bytes, most)
+    fitting = [batch for batch, attempt in tried.items() if attempt.peak_bytes <= limit_bytes]
+    return max(fitting, default=None), tried
 
 
-def _refine(tried: dict[int, Attempt], fits: Callable[[int], bool], largest: int, limit_bytes: int, most: int) -> None:
+def _refine(
+    tried: dict[int, Attempt], fits: Callable[[int], bool], expected: dict[int, int], limit_bytes: int, most: int
+) -> None:
     """Tries the batch at which the limit is expected, and corrects by what is found there."""
+    last = max(tried, default=1)
     for _ in range(MOST_REFINED):
-        below = max(batch for batch, attempt in tried.items() if attempt.peak_bytes <= limit_bytes)
+        below = max((batch for batch, attempt in tried.items() if attempt.peak_bytes <= limit_bytes), default=0)
         above = min((batch for batch, attempt in tried.items() if attempt.peak_bytes > limit_bytes), default=most + 1)
-        if below + 1 >= above:
+        points = expected | {batch: attempt.peak_bytes for batch, attempt in tried.items()}
+        nearest = dict(sorted(points.items(), key=lambda point: abs(point[0] - last))[:2])
+        largest = min(most, _predicted(nearest, limit_bytes))
+        if below + 1 >= above or (last == below == largest):
             return
-        batch = min(max(largest, below + 1), above - 1, STRIDE * below)
-        before = tried[below]
-        if fits(batch) and batch == largest == min(most, _predicted(before, tried[batch], limit_bytes)):
-            return
-        largest = min(most, _predicted(before, tried[batch], limit_bytes))
+        last = min(max(largest, below + 1), above - 1, STRIDE * max(below, max(expected, default=0)))
+        fits(last)
 
 
-def _predicted(one: Attempt, other: Attempt, limit_bytes: int) -> int:
-    """The largest batch on the line through two attempts that is within the limit."""
-    slope = (other.peak_bytes - one.peak_bytes) / (other.batch - one.batch)
+def _predicted(points: Mapping[int, int], limit_bytes: int) -> int:
+    """The largest batch on the line through two peaks that is within the limit."""
+    (one, one_bytes), (other, other_bytes) = sorted(points.items())[:2]
+    slope = (other_bytes - one_bytes) / (other - one)
     if slope <= 0:
-        return STRIDE * max(one.batch, other.batch)
-    return max(1, int(one.batch + (limit_bytes - one.peak_bytes) / slope))
-
-
-def best(attempts: list[Attempt], *, limit_bytes: int) -> Attempt | None:
-    """The fastest that fits."""
-    return max((a for a in attempts if a.peak_bytes <= limit_bytes), key=lambda a: a.rate, default=None)
+        return STRIDE * max(one, other)
+    return max(1, int(one + (limit_bytes - one_bytes) / slope))

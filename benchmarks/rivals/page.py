@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.common import Row as Printed
 from benchmarks.common import deliver
 
-from .cells import cells as all_cells
+from .cells import settings
+from .log import Log
 from .results import CellRows, Claim, Row, claims, read
 from .rivals import ALONE, OSDP
 
@@ -85,9 +86,7 @@ def claim_row(claim: Claim) -> Printed:
 
 def write_page(folder: Path, docs: Path) -> None:
     """docs/benchmarks/rivals.md and its plots."""
-    order = {cell.name: number for number, cell in enumerate(all_cells())}
-    found = sorted(read(folder), key=lambda each: order.get(each.cell.name, len(order)))
-    found = [each for each in found if not each.cell.small]
+    found = read(folder, [setting.name for setting in settings()])
     parts = [INTRODUCTION]
     if found:
         about = found[0].about

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
+from osdp.errors import DoesNotFit
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
 from osdp.profiling.run import Wanted, profile_in
 from osdp.runtime.consistency import by_rank_0
 from osdp.sharding import FREE, REPLICATE
-from osdp.training.world import World
 
-from .cells import Cell
+from .bench import Bench
 from .models import source_of
-from .planned import OPTIMIZER, uniform_rules
+from .planned import OPTIMIZER, planned, uniform_rules
+from .rivals import OSDP, PAPER
+from .ways import BY_PLAN, Candidate
 
 TIMEOUT_SECONDS = 300.0
 SEARCH_SECONDS = 20.0  # the default of `osdp plan`
-PAPERS_RULES = Rules(modes=(REPLICATE, FREE), split=False, two_levels=False)
-RULES = {
-    "osdp": Rules(),
-    "paper's space": PAPERS_RULES,
-}
+MOST_PLANS = 3  # where the meter finds more than the limit, a plan for as much less
+RULES = {OSDP: Rules(), PAPER: Rules(modes=(REPLICATE, FREE), split=False, two_levels=False)}
+
+
+def measure_profile(bench: Bench, *, seconds: float) -> None:
+    """Profiles the ranks of a setting with its model, once; the log keeps the cluster as it was measured."""
+    if bench.log.last("profile") is None:
+        source = source_of(bench.setting.model, bench.setting.shape)
+        wanted = Wanted(source, None, "fp32", seconds, TIMEOUT_SECONDS, None, None, quiet=True)
+        found = profile_in(bench.world, wanted)
+        bench.log.add("profile", cluster=found.cluster.to_dict(), notes=list(found.notes))
 
 
 @dataclass(frozen=True)
@@ -37,11 +47,14 @@ class Planner:
     training: Training
 
     @staticmethod
-    def measured(cell: Cell, world: World, *, seconds: float) -> Planner:
-        source = source_of(cell.model, cell.shape)
-        wanted = Wanted(source, None, "fp32", seconds, TIMEOUT_SECONDS, None, None, quiet=True)
+    def of(bench: Bench) -> Planner:
+        """From the profile in the log."""
+        found = bench.log.last("profile")
+        if found is None:
+            raise SystemExit(f"{bench.setting.name} has no profile yet; run the stage `profile` before")
+        source = source_of(bench.setting.model, bench.setting.shape)
         graph = by_rank_0(lambda: source.capture("fp32"))
-        return Planner(graph, profile_in(world, wanted).cluster, Training.of("fp32", OPTIMIZER))
+        return Planner(graph, Cluster.from_dict(found["cluster"]), Training.of("fp32", OPTIMIZER))
 
     def within(self, limit_bytes: int) -> Cluster:
         return replace(self.cluster, memory_bytes=limit_bytes, reserve_fraction=0.0)
@@ -49,7 +62,7 @@ class Planner:
     def best(self, rules: Rules, limit_bytes: int, *, batch: int | None = None) -> Plan:
         """The planner's choice, batch and all; raises DoesNotFit on all ranks."""
         cluster = self.within(limit_bytes)
-        limits = {"batch": batch, "search_seconds": SEARCH_SECONDS}
+        limits: dict[str, Any] = {"batch": batch, "search_seconds": SEARCH_SECONDS}
         return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, **limits))
 
     def freed(self, batch: int, recompute: str) -> Plan:
@@ -57,3 +70,43 @@ class Planner:
         cluster = self.within(1 << 36)
         rules = uniform_rules(FREE, recompute)
         return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, batch=batch))
+
+
+def make_plans(bench: Bench, planner: Planner, limits: Mapping[float, int], rules: Mapping[str, Rules], most: int) -> None:
+    """A plan of each kind within each limit; what has one is left as it is."""
+    for share, limit in limits.items():
+        for name, allowed in rules.items():
+            if not bench.log.last("plan", way=name, share=share) and not bench.log.last("none", way=name, share=share):
+                bench.log.add("begin", way=name)
+                _make_plan(bench, planner, name, allowed, share, limit, most)
+
+
+def _make_plan(
+    bench: Bench, planner: Planner, name: str, rules: Rules, share: float, limit: int, most: int
+) -> None:
+    allowed = limit
+    for _ in range(MOST_PLANS):
+        bench.check_time()
+        try:
+            plan = planner.best(rules, allowed)
+            if plan.batch_size > most:  # no other way may take more
+                plan = planner.best(rules, allowed, batch=most)
+        except DoesNotFit as error:
+            bench.log.add("none", way=name, share=share, why=f"does not fit: {str(error).splitlines()[0]}")
+            return
+        job = bench.job(plan.batch_size)
+        attempt = bench.peak(plan.batch_size, lambda job=job, plan=plan: planned(job, plan))
+        if attempt.peak_bytes <= limit:
+            document, predicted = plan.to_dict(), plan.predicted.samples_per_second
+            figures = {"batch": plan.batch_size, "predicted": predicted, "gap": plan.certificate.gap}
+            bench.log.add("plan", way=name, share=share, plan=plan.digest, document=document, **figures)
+            return
+        allowed -= attempt.peak_bytes - limit
+    why = f"the plan held {attempt.peak_bytes} bytes, the limit is {limit}"
+    bench.log.add("none", way=name, share=share, why=why, peak_bytes=attempt.peak_bytes)
+
+
+def plan_candidates(bench: Bench) -> list[Candidate]:
+    """What the plans in the log ask for."""
+    lines = bench.log.all("plan")
+    return [Candidate(line["way"], line["batch"], BY_PLAN, {}, line["plan"]) for line in lines]

@@ -39,8 +39,8 @@ def _rates(cells: Sequence[CellRows], file: Path) -> None:
             else:
                 place.barh(number, value, color="C1" if way == OSDP else "C0", height=0.7)
         place.axvline(1.0, color="black", linewidth=0.6)
-        shape = f"{cell.cell.hosts} × {cell.cell.ranks_per_host}, {cell.cell.across}"
-        place.set_title(f"{TITLES[cell.cell.model]}\n{shape}, {cell.cell.share:.0%} of DDP's memory", fontsize=8)
+        shape = f"{cell.setting.hosts} × {cell.setting.ranks_per_host}, {cell.setting.across}"
+        place.set_title(f"{TITLES[cell.setting.model]}\n{shape}, {cell.share:.0%} of DDP's memory", fontsize=8)
         place.set_yticks(range(len(ways)), ways, fontsize=7)
         place.tick_params(axis="x", labelsize=7)
         place.invert_yaxis()

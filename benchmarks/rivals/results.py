@@ -9,17 +9,17 @@ that move activations instead of gradients (TP, PP) have the first alone.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cells import LIMITS, Cell, alike
+from .cells import LIMITS, SHARES, Setting, alike
+from .log import Line, Log
 from .models import TITLES
-from .rivals import ALONE, DDP, ENGINE, FSDP2, OSDP, PLANNED
+from .rivals import ALONE, DDP, ENGINE, FSDP2, MOVE_ACTIVATIONS, OSDP, PLANNED
 
 FP32_BYTES = 4
 
@@ -33,15 +33,21 @@ class Row:
     spread: float | None = None  # half the range of rounds, as a part of the median
     batch: int | None = None
     recompute: str = ""
+    switches: Mapping[str, Any] = field(default_factory=dict)
     peak_bytes: int | None = None
+    rounds: int = 0
     of_osdp: float | None = None
     of_limit: float | None = None
+    predicted: float | None = None  # samples a second, by the plan
     why: str = ""
 
 
 @dataclass(frozen=True)
 class CellRows:
-    cell: Cell
+    """A cell: a setting under one memory limit, which is a share of DDP's peak."""
+
+    setting: Setting
+    share: float
     limit_bytes: int
     about: dict[str, Any]
     alike: str
@@ -49,11 +55,11 @@ class CellRows:
 
     @property
     def title(self) -> str:
-        cell = self.cell
-        link = f"{cell.across} between hosts" if cell.hosts > 1 else "one host"
+        setting = self.setting
+        link = f"{setting.across} between hosts" if setting.hosts > 1 else "one host"
         return (
-            f"{TITLES[cell.model]}, {cell.hosts} × {cell.ranks_per_host} ranks, {link}, "
-            f"{self.limit_bytes / 2**20:.1f} MiB ({round(100 * cell.share)} % of DDP: {LIMITS[cell.share]})"
+            f"{TITLES[setting.model]}, {setting.hosts} × {setting.ranks_per_host} ranks, {link}, "
+            f"{self.limit_bytes / 2**20:.1f} MiB ({round(100 * self.share)} % of DDP: {LIMITS[self.share]})"
         )
 
     def rate(self, rival: str) -> float | None:
@@ -66,51 +72,80 @@ class CellRows:
         return max(others, key=lambda row: row.rate or 0.0, default=None)
 
 
-def read(folder: Path, names: Iterable[str] | None = None, *, what: str = "throughput") -> list[CellRows]:
+def read(folder: Path, names: Iterable[str] | None = None) -> list[CellRows]:
     """All cells that have results, in the order of the names, or by file."""
-    files = sorted(folder.glob(f"{what}-*.json")) if names is None else [folder / f"{what}-{n}.json" for n in names]
-    found = [json.loads(file.read_text()) for file in files if file.exists()]
-    return [rows_of(data) for data in found if "limit_bytes" in data]
+    files = sorted(folder.glob("throughput-*.jsonl"))
+    if names is not None:
+        files = [folder / f"throughput-{name}.jsonl" for name in names]
+    logs = [Log.read(file) for file in files if file.exists()]
+    return [rows_of(log, share) for log in logs for share in SHARES if log.last("limits") and log.last("trial")]
 
 
-def rows_of(data: dict[str, Any]) -> CellRows:
-    cell, rivals = Cell(**data["cell"]), data["rivals"]
-    compute = _rate(rivals.get(ALONE, {}))
-    own = _rate(rivals.get(OSDP, {}))
-    bytes_moved = 2 * FP32_BYTES * data["trained"] * (cell.hosts - 1) / cell.hosts
+def rows_of(log: Log, share: float) -> CellRows:
+    about, sizes, limits = log.all("about")[-1], log.all("model")[-1], log.all("limits")[-1]
+    setting = Setting(**about["setting"])
+    limit_bytes = limits["bytes"][SHARES.index(share)]
+    figures = {way: _figures(log, way, share, limit_bytes) for way in _ways(log)}
+    compute, own = (_rate(figures.get(way, {})) for way in (ALONE, OSDP))
+    bytes_moved = 2 * FP32_BYTES * sizes["trained"] * (setting.hosts - 1) / setting.hosts
     rows = []
-    for name, figures in rivals.items():
-        rate = _rate(figures)
+    for way, found in figures.items():
+        rate = _rate(found)
         if rate is None:
-            rows.append(Row(name, peak_bytes=figures.get("peak_bytes"), why=figures.get("why", "")))
+            rows.append(Row(way, peak_bytes=found.get("peak_bytes"), why=found.get("why", "")))
             continue
-        rounds = figures.get("rounds", [figures["seconds"]])
+        rounds = found["rounds"]
         limit = compute or math.inf
-        if figures.get("gradients", True) and name != ALONE and bytes_moved:
-            limit = min(limit, figures["samples"] * cell.link_bytes_per_second / bytes_moved)
+        if way not in MOVE_ACTIVATIONS and way != ALONE and bytes_moved:
+            limit = min(limit, found["samples"] * setting.link_bytes_per_second / bytes_moved)
         rows.append(
             Row(
-                rival=name,
+                rival=way,
                 rate=rate,
                 spread=(max(rounds) - min(rounds)) / 2 / statistics.median(rounds),
-                batch=figures["batch"],
-                recompute=figures["recompute"],
-                peak_bytes=figures["peak_bytes"],
+                batch=found["batch"],
+                recompute=found["recompute"],
+                switches=found["switches"],
+                peak_bytes=found["peak_bytes"],
+                rounds=len(rounds),
                 of_osdp=None if not own else rate / own,
                 of_limit=None if math.isinf(limit) else rate / limit,
+                predicted=found.get("predicted"),
             )
         )
-    flops = 6 * data["parameters"] * cell.sample_tokens * (compute or math.nan) / cell.ranks
+    flops = 6 * sizes["parameters"] * setting.sample_tokens * (compute or math.nan) / setting.ranks
     batch = next((row.batch for row in rows if row.rival == OSDP and row.batch), 1)
-    about = {key: data[key] for key in ("date", "versions", "machine", "done")}
-    text = alike(cell, flops, batch * cell.sample_tokens)
-    return CellRows(cell, data["limit_bytes"], about, text, tuple(rows))
+    text = alike(setting, flops, batch * setting.sample_tokens)
+    return CellRows(setting, share, limit_bytes, {**about, "done": bool(log.last("done"))}, text, tuple(rows))
 
 
-def _rate(figures: dict[str, Any]) -> float | None:
-    if "samples" not in figures:
+def _ways(log: Log) -> list[str]:
+    return list(dict.fromkeys(line["way"] for line in log.lines if line["what"] in ("trial", "plan", "none", "peak")))
+
+
+def _figures(log: Log, way: str, share: float, limit_bytes: int) -> Line:
+    """The trial that was fastest within the limit, with its rounds; else why there is none."""
+    found: list[Line] = []
+    for trial in log.all("trial", way=way):
+        key = {name: trial[name] for name in ("way", "batch", "recompute", "switches", "plan")}
+        plan = log.last("plan", plan=trial["plan"], share=share)
+        if (way == ALONE or trial["peak_bytes"] <= limit_bytes) and (plan or not trial["plan"]):
+            rounds = [line["seconds"] for line in log.all("round", **key)]
+            found.append({**trial, "timed": bool(rounds), "rounds": rounds or [trial["seconds"]], **_told(plan)})
+    timed = [each for each in found if each["timed"]] or found
+    if timed:
+        return max(timed, key=lambda each: each["samples"] / each["seconds"])
+    return log.last("none", way=way, share=share) or log.last("none", way=way, share=None) or {}
+
+
+def _told(plan: Line | None) -> Line:
+    return {} if plan is None else {"predicted": plan["predicted"], "gap": plan["gap"]}
+
+
+def _rate(figures: Line) -> float | None:
+    if "rounds" not in figures:
         return None
-    return figures["samples"] / statistics.median(figures.get("rounds", [figures["seconds"]]))
+    return figures["samples"] / statistics.median(figures["rounds"])
 
 
 @dataclass(frozen=True)
@@ -135,7 +170,7 @@ def claims(cells: Sequence[CellRows]) -> list[Claim]:
         return [own / other for own, other in pairs if own and other]
 
     best = [
-        (own / other.rate, cell.cell.share < 1)
+        (own / other.rate, cell.share < 1)
         for cell in cells
         if (own := cell.rate(OSDP)) and (other := cell.best_rival) and other.rate
     ]

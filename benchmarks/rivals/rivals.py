@@ -14,6 +14,9 @@ from .layouts import Layout, train
 OSDP, PAPER, ENGINE, ALONE = "osdp", "paper's space", "FSDP2's plan on our engine", "compute alone"
 PLANNED = (OSDP, PAPER, ENGINE)
 FSDP2, DDP = "FSDP2", "DDP"
+SCHEDULES = ("GPipe", "1F1B", "interleaved")
+# These send activations instead of the whole model's gradients over all ranks: an all-reduce does not bound them.
+MOVE_ACTIVATIONS = ("TP", *(f"PP {schedule}" for schedule in SCHEDULES), "TP × DP", "PP × DP", "3D")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,6 @@ class Rival:
     switches: Mapping[str, Any]
     others: tuple[Mapping[str, Any], ...] = ()
     recomputes: tuple[str, ...] = RECOMPUTES
-    moves_gradients: bool = True  # of the whole model, over all ranks: no fewer bytes than an all-reduce
 
 
 _BUCKETS = {"bucket_mb": 2}
@@ -44,7 +46,7 @@ def rivals_for(hosts: int, ranks_per_host: int) -> tuple[Rival, ...]:
         _layout("TP", Layout(1, 1, ranks), {}),
         *(
             _layout(f"PP {schedule}", Layout(ranks, 1, 1, schedule), {}, _MICRO)
-            for schedule in ("GPipe", "1F1B", "interleaved")
+            for schedule in SCHEDULES
         ),
         _layout("TP × DP", Layout(1, ranks // 2, 2), {"data": "free"}, ({"data": "keep"},)),
         _layout("PP × DP", Layout(2, ranks // 2, 1), {"data": "keep"}, ({"data": "free"}, *_MICRO)),
@@ -62,4 +64,4 @@ def rivals_for(hosts: int, ranks_per_host: int) -> tuple[Rival, ...]:
 def _layout(
     name: str, layout: Layout, switches: Mapping[str, Any], others: tuple[Mapping[str, Any], ...] = ()
 ) -> Rival:
-    return Rival(name, partial(train, layout=layout), switches, others, moves_gradients=False)
+    return Rival(name, partial(train, layout=layout), switches, others)

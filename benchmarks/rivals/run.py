@@ -1,11 +1,10 @@
-"""Runs cells on simulated clusters and keeps what is found, line by line, in a file for each cell."""
+"""Runs settings on simulated clusters and keeps what is found, line by line, in a file for each."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,15 @@ from typing import Any
 from benchmarks.cluster import ClusterTimeout, SimulatedCluster, first_failure
 from benchmarks.cluster.ranks import Start
 
-from .cells import Cell
+from .cells import Setting
+from .log import Log
 from .meter import environment
 
-MOST_STARTS = 4  # of a cell: rivals that break a run are left out of the next
-FIRST_GUESS_SECONDS = 180.0  # of a cell, before any was measured
+STAGES = ("profile", "memory", "plans", "trials", "limits", "rounds")
+CLOCK = ("profile", "trials", "rounds")  # these want the machine alone; the others look at memory only
+MOST_STARTS = 4  # of a setting: a way that breaks a run is left out of the next
+LEAST_SECONDS = 30.0  # to begin a setting
+GRACE_SECONDS = 60.0  # for what is under way when the time is over
 PACKAGES = ("torch", "deepspeed", "megatron-fsdp", "transformers", "highspy")
 
 
@@ -31,69 +34,66 @@ class Limits:
     seconds: float
     rounds: int
     profile_seconds: float
-    rungs: bool
+    stages: tuple[str, ...] = STAGES
 
 
-def run_cells(cells: Sequence[Cell], folder: Path, limits: Limits, *, what: str, fresh: bool) -> None:
+def log_file(folder: Path, setting: Setting, what: str) -> Path:
+    return folder / f"{what}-{setting.name}.jsonl"
+
+
+def run_settings(settings: Sequence[Setting], folder: Path, limits: Limits, *, what: str) -> None:
     """As many as the time allows; those that are done are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    began, taken = perf_counter(), []
-    for cell in cells:
-        file = folder / f"{what}-{cell.name}.json"
-        if not fresh and file.exists() and json.loads(file.read_text()).get("done"):
+    began = perf_counter()
+    for setting in settings:
+        run = _Run(setting, log_file(folder, setting, what), what=what)
+        if Log.read(run.file).last("done"):
             continue
         left = limits.seconds - (perf_counter() - began)
-        if left < (statistics.median(taken) if taken else FIRST_GUESS_SECONDS) and taken:
-            print(f"{left:.0f} s are left, too little for {cell.name}", file=sys.stderr)
+        if left < LEAST_SECONDS:
+            print(f"{left:.0f} s are left, too little for {setting.name}", file=sys.stderr)
             return
-        start = perf_counter()
-        Record(cell, file, what=what).fill(limits, left)
-        taken.append(perf_counter() - start)
+        run.fill(limits, left)
 
 
-class Record:
-    """What is known of a cell; every line that rank 0 prints is written at once."""
+class _Run:
+    """A setting's ranks; every line that rank 0 prints is appended at once."""
 
-    def __init__(self, cell: Cell, file: Path, *, what: str) -> None:
-        self.cell, self.file, self.what = cell, file, what
-        self.rival = ""  # under way
-        self.data: dict[str, Any] = {}
+    def __init__(self, setting: Setting, file: Path, *, what: str) -> None:
+        self.setting, self.file, self.what = setting, file, what
+        self.way = ""  # under way
 
     def fill(self, limits: Limits, seconds: float) -> None:
-        without: dict[str, str] = {}
         began = perf_counter()
+        self._append({"what": "about", "setting": self.setting.to_dict(), "stages": limits.stages, **about()})
         for _ in range(MOST_STARTS):
-            self.data = {"name": self.cell.name, "cell": self.cell.to_dict(), **about(), "rivals": {}, "done": False}
-            for name, why in without.items():
-                self.data["rivals"][name] = {"why": why}
             left = seconds - (perf_counter() - began)
-            failed = self._start(limits, list(without), max(60.0, left))
-            if failed is None or not self.rival or self.rival == "rounds":
+            failed = self._start(limits, max(LEAST_SECONDS, left))
+            if failed is None or self.way in ("", "rounds"):
                 return
-            without[self.rival] = failed
-            print(f"{self.cell.name}: {self.rival} broke the run ({failed}); again without", file=sys.stderr)
+            self._append({"what": "none", "way": self.way, "why": failed, "share": None})
+            print(f"{self.setting.name}: {self.way} broke the run ({failed}); again without", file=sys.stderr)
 
-    def _start(self, limits: Limits, without: list[str], seconds: float) -> str | None:
+    def _start(self, limits: Limits, seconds: float) -> str | None:
         """Runs it; gives why it failed, None where it did not."""
-        cell = self.cell
-        command = [
-            sys.executable,
-            "-m",
-            f"benchmarks.rivals.{_WORKERS[self.what]}",
-            "--cell",
-            json.dumps(cell.to_dict()),
-        ]
+        setting = self.setting
+        command = [sys.executable, "-m", f"benchmarks.rivals.{_WORKERS[self.what]}"]
+        command += ["--setting", json.dumps(setting.to_dict()), "--log", str(self.file.absolute())]
+        command += ["--stages", ",".join(limits.stages), "--seconds", str(seconds)]
         command += ["--rounds", str(limits.rounds), "--profile-seconds", str(limits.profile_seconds)]
-        command += ["--without", json.dumps(without), *(["--rungs"] if limits.rungs else [])]
         try:
-            with SimulatedCluster(hosts=cell.hosts, ranks_per_host=cell.ranks_per_host, across=cell.across) as cluster:
-                results = cluster.run(command, env=environment(), timeout=seconds, on_line=self._on_line)
+            with SimulatedCluster(
+                hosts=setting.hosts, ranks_per_host=setting.ranks_per_host, across=setting.across
+            ) as cluster:
+                timeout = seconds + GRACE_SECONDS
+                results = cluster.run(command, env=environment(), timeout=timeout, on_line=self._on_line)
         except ClusterTimeout as error:
-            print(f"{cell.name}: {error}", file=sys.stderr)
+            print(f"{setting.name}: {error}", file=sys.stderr)
             return None
         failed = first_failure(results)
         if failed is None:
             return None
+        print(failed.stderr[-3000:], file=sys.stderr)
         last = [line for line in failed.stderr.strip().splitlines() if line.strip()][-1:]
         return f"rank {failed.rank} ended with {failed.exit_code}: {''.join(last)[:300]}"
 
@@ -101,21 +101,15 @@ class Record:
         if start.rank or stream != "stdout" or not line.startswith('{"what"'):
             return
         told = json.loads(line)
-        what, rival = told.pop("what"), told.pop("rival", "")
-        if what == "begin":
-            self.rival = rival
-            print(f"{datetime.now(UTC):%H:%M:%S} {self.cell.name}: {rival}", file=sys.stderr, flush=True)
-        elif what == "cell":
-            self.data.update(told)
-        elif what == "round":
-            self.data["rivals"][rival].setdefault("rounds", []).append(told["seconds"])
-        elif what == "done":
-            self.data["done"] = True
+        if told["what"] == "begin":
+            self.way = told["way"]
+            print(f"{datetime.now(UTC):%H:%M:%S} {self.setting.name}: {self.way}", file=sys.stderr, flush=True)
         else:
-            self.data["rivals"][rival] = told
-        written = self.file.with_suffix(".part")
-        written.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(written, self.file)
+            self._append(told)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 _WORKERS = {"throughput": "worker", "size": "size", "ablations": "ablations"}
