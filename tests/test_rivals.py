@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -21,10 +20,11 @@ import pytest
 from ranks import run_ranks
 
 from benchmarks.rivals import data_parallel
-from benchmarks.rivals.cells import Cell, cells
-from benchmarks.rivals.job import FULL, HALF, NONE, Job, adamw, whole
-from benchmarks.rivals.ladder import Attempt, best, climb
+from benchmarks.rivals.cells import SHARES, Setting, settings
+from benchmarks.rivals.job import FULL, HALF, NONE, SELECTIVE, Job, adamw, whole
+from benchmarks.rivals.ladder import Attempt, largest_batch
 from benchmarks.rivals.layouts import Layout, train
+from benchmarks.rivals.log import Log
 from benchmarks.rivals.meter import environment
 from benchmarks.rivals.models import SHAPES, batch_of, tiny
 from benchmarks.rivals.results import claims, rows_of
@@ -35,6 +35,7 @@ WAYS: dict[str, Any] = {
     "DDP": (data_parallel.ddp, FULL, {"bucket_mb": 2}),
     "ZeRO-1": (data_parallel.zero1, NONE, {}),
     "ZeRO-2": (data_parallel.zero2, HALF, {"prefetch": True}),
+    "ZeRO-2, selective": (data_parallel.zero2, SELECTIVE, {}),
     "FSDP2": (data_parallel.fsdp2, FULL, {}),
     "HSDP": (data_parallel.hsdp, NONE, {}),
     "TP": (partial(train, layout=Layout(1, 1, 4)), NONE, {}),
@@ -135,11 +136,11 @@ def test_the_meter_counts_as_the_allocator_does_and_refuses_what_passes_its_limi
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("rungs", [False, True])
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(
-    ("constant", "each", "bend"), [(100, 7, 0), (100, 7, 40), (10, 300, 0), (100, 0, 0), (0, 3, -2)]
+    ("constant", "each", "bend"), [(100, 7, 0), (100, 7, 40), (10, 300, 0), (100, 0, 0), (0, 3, -2), (500, 1, 0)]
 )
-def test_the_ladder_finds_the_largest_batch_that_fits(constant: int, each: int, bend: int, rungs: bool) -> None:
+def test_the_ladder_finds_the_largest_batch_that_fits(constant: int, each: int, bend: int, known: bool) -> None:
     limit, most = 400, 64
     tried: list[int] = []
 
@@ -148,53 +149,73 @@ def test_the_ladder_finds_the_largest_batch_that_fits(constant: int, each: int, 
 
     def attempt(batch: int) -> Attempt:
         tried.append(batch)
-        return Attempt(batch, batch, 1.0 + batch / 10, peak(batch))
+        return Attempt(batch, batch, None, peak(batch))
 
-    attempts = climb(attempt, limit_bytes=limit, most_samples=most, rungs=rungs)
+    expected = {batch: peak(batch) + 5 for batch in (1, 4)} if known else None
+    found, attempts = largest_batch(attempt, limit_bytes=limit, most=most, expected=expected)
     feasible = [batch for batch in range(1, most + 1) if peak(batch) <= limit]
-    found = best(attempts, limit_bytes=limit)
-    assert (found and found.batch) == (feasible[-1] if feasible else None)
-    assert len(tried) == len(set(tried))
+    assert found == (feasible[-1] if feasible else None)
+    assert len(tried) == len(set(tried)) and set(tried) == set(attempts)
     assert sum(peak(batch) > limit for batch in tried) <= 2
 
 
-def example(share: float) -> dict[str, Any]:
-    cell = Cell("deep", 2, 2, "500mbit", share)
-    figures = {"batch": 4, "samples": 16, "peak_bytes": 10, "recompute": "none", "switches": {}, "seconds": 9.0}
-    return {
-        "cell": cell.to_dict(),
-        "limit_bytes": 100,
-        "parameters": 1_000_000,
-        "trained": 1_000_000,
-        **{"date": "2026-11-18", "versions": {}, "machine": {}, "done": True},
-        "rivals": {
-            "compute alone": {**figures, "rounds": [0.1]},
-            "osdp": {**figures, "rounds": [0.2, 0.1, 0.4]},
-            "DDP": {"why": "does not fit", "peak_bytes": 300},
-            "FSDP2": {**figures, "rounds": [0.4]},
-            "TP": {**figures, "rounds": [0.3], "gradients": False},
-        },
-    }
+def example() -> Log:
+    """Two limits: at the first FSDP2 fits and DDP does not."""
+    log = Log([])
+    setting = Setting("deep", 2, 2, "500mbit").to_dict()
+    log.add("about", setting=setting, date="2026-11-18", versions={}, machine={})
+    log.add("model", parameters=1_000_000, trained=1_000_000)
+    log.add("limits", ddp_bytes=222, bytes=[100, 288])
+    log.add("none", way="DDP", share=SHARES[0], why="does not fit", peak_bytes=222)
+
+    def timed(way: str, peak: int, *rounds: float, plan: str = "", trial: float = 9.0, batch: int = 4) -> None:
+        key = {"way": way, "batch": batch, "recompute": "none", "switches": {}, "plan": plan}
+        log.add("trial", **key, samples=4 * batch, seconds=trial, peak_bytes=peak)
+        for seconds in rounds:
+            log.add("round", **key, seconds=seconds)
+
+    for share, plan in zip(SHARES, ("tight", "roomy"), strict=True):
+        log.add("plan", way="osdp", share=share, plan=plan, predicted=1.0, gap=0.0)
+    timed("compute alone", 999, 0.1)
+    timed("osdp", 90, 0.2, 0.1, 0.4, plan="tight")
+    timed("osdp", 200, 0.1, plan="roomy")
+    timed("DDP", 222, 0.2)
+    timed("FSDP2", 80, 0.4)
+    timed("FSDP2", 120, 0.32, trial=8.0, batch=8)
+    timed("FSDP2", 110, trial=0.1)  # never came to rounds
+    timed("TP", 80, 0.3)
+    return log
 
 
-def test_tables_follow_from_the_files() -> None:
-    found = rows_of(example(0.45))
-    rows = {row.rival: row for row in found.rows}
+def test_tables_follow_from_the_log() -> None:
+    tight, roomy = (rows_of(example(), share) for share in SHARES)
+    rows = {row.rival: row for row in tight.rows}
     assert rows["osdp"].rate == pytest.approx(80) and rows["osdp"].spread == pytest.approx(0.75)
     assert rows["FSDP2"].of_osdp == pytest.approx(0.5)
     assert rows["DDP"].rate is None and rows["DDP"].why == "does not fit"
     # 4 MB of gradients, once to and once fro, half of them over a link of 62.5 MB/s: 64 ms a step of 16 samples
     assert rows["FSDP2"].of_limit == pytest.approx(40 / min(160, 16 / 0.064))
     assert rows["TP"].of_limit == pytest.approx((16 / 0.3) / 160)
-    assert found.best_rival is not None and found.best_rival.rival == "TP"
-    factors = {claim.what: claim.value for claim in claims([found, rows_of(example(1.3))])}
-    assert factors["against FSDP2 as it ships"] == pytest.approx(2.0)
+    assert tight.best_rival is not None and tight.best_rival.rival == "TP"
+    assert roomy.rate("osdp") == pytest.approx(160) and roomy.rate("FSDP2") == pytest.approx(100)
+    factors = {claim.what: claim.value for claim in claims([tight, roomy])}
+    assert factors["against FSDP2 as it ships"] == pytest.approx((2.0 * 1.6) ** 0.5)
     assert factors["against the best rival where DDP does not fit"] == pytest.approx(1.5)
-    assert "against DDP where it fits" not in factors
+    assert factors["against DDP where it fits"] == pytest.approx(2.0)
 
 
-def test_cells_are_distinct_and_cover_every_model_and_limit() -> None:
-    every = list(cells())
-    assert len({cell.name for cell in every}) == len(every)
-    assert {(cell.model, cell.share) for cell in every} == {(model, share) for model in SHAPES for share in (0.45, 1.3)}
-    assert {cell.hosts for cell in every} == {1, 2, 4} and math.prod((2, 4)) in {cell.ranks for cell in every}
+def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"what": "peak", "way": "DDP", "switches": {"bucket_mb": 2}}\n{"what": "trial", "way": "D')
+    told: list[dict[str, Any]] = []
+    log = Log.read(file, told.append)
+    assert log.last("peak", switches={"bucket_mb": 2}) and not log.all("trial")
+    log.add("trial", way="DDP", switches={"bucket_mb": 2})
+    assert told == [log.last("trial", way="DDP")]
+
+
+def test_settings_are_distinct_and_cover_every_model() -> None:
+    every = settings()
+    assert len({setting.name for setting in every}) == len(every)
+    assert {setting.model for setting in every} == set(SHAPES)
+    assert {setting.hosts for setting in every} == {1, 2, 4} and 8 in {setting.ranks for setting in every}

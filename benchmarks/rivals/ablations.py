@@ -1,24 +1,25 @@
-"""One rank of one cell: osdp's plan, and plans from which one of its parts is taken away, timed in the same rounds."""
+"""One rank of a setting: osdp's plan, and plans from which one of its parts is taken away, timed in the same rounds."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 
 from osdp.cost.tables import Rules
 from osdp.cost.units import WHOLE
-from osdp.errors import DoesNotFit
 from osdp.recompute import Recompute
 from osdp.sharding import FREE, KEEP, MODES, REPLICATE
 
-from .data_parallel import ddp
-from .job import Job
-from .planned import planned
-from .planning import Planner
-from .worker import Bench, Build, arguments, on_ranks, tell_best, time_in_rounds
+from .bench import Bench
+from .cells import TIGHT
+from .planning import Planner, make_plans, measure_profile, plan_candidates
+from .rivals import OSDP, PAPER
+from .rounds import time_in_rounds
+from .trials import MOST_BATCH, Trials
+from .ways import Ways
+from .worker import arguments, on_ranks
 
 
 def without(*modes: str) -> Rules:
@@ -27,17 +28,18 @@ def without(*modes: str) -> Rules:
 
 NODE_MODES = tuple(mode for mode in MODES if "node" in mode)
 ABLATIONS: Mapping[str, Rules] = {
-    "osdp": Rules(),
+    OSDP: Rules(),
     "without slices": Rules(split=False),
     "without keep": without(KEEP),
     "without replicas": without(REPLICATE),
     "without recompute": Rules(recompute=(Recompute.NONE,)),
+    "without selective recompute": Rules(recompute=(Recompute.NONE, Recompute.FULL)),
     "recompute everywhere": Rules(recompute=(Recompute.FULL,)),
     "without node modes": without(*NODE_MODES),
     "without two levels": Rules(two_levels=False),
     "blocks whole": Rules(granularities=(WHOLE,)),
     "replicate and free only": Rules(modes=(REPLICATE, FREE)),
-    "paper's space": Rules(modes=(REPLICATE, FREE), split=False, two_levels=False),
+    PAPER: Rules(modes=(REPLICATE, FREE), split=False, two_levels=False),
 }
 
 
@@ -48,25 +50,21 @@ def main() -> int:
 
 
 def _measure(bench: Bench, args: Namespace) -> None:
-    cell = bench.cell
-    job = partial(Job, cell.shape, cell.hosts, cell.ranks_per_host)
-    reference = bench.attempt(1, lambda: ddp(job(1)))
-    limit = int(cell.share * reference.peak_bytes)
-    bench.tell("cell", limit_bytes=limit, ddp_bytes=reference.peak_bytes)
-    planner = Planner.measured(cell, bench.world, seconds=args.profile_seconds)
-    chosen: dict[str, Build] = {}
-    for name, rules in ABLATIONS.items():
-        bench.tell("begin", rival=name)
-        try:
-            plan = planner.best(replace(rules), limit)
-        except DoesNotFit:
-            bench.tell("none", rival=name, why="does not fit")
-            continue
-        chosen[name] = partial(planned, job(plan.batch_size), plan)
-        attempt = bench.attempt(plan.batch_size, chosen[name])
-        figures = {"predicted": plan.predicted.samples_per_second, "gap": plan.certificate.gap}
-        tell_best(bench, name, attempt, "by the plan", {}, **figures)
-    time_in_rounds(bench, chosen, args.rounds)
+    """At the limit at which DDP does not fit."""
+    stages = args.stages.split(",")
+    if "profile" in stages:
+        measure_profile(bench, seconds=args.profile_seconds)
+    planner = functools.cache(lambda: Planner.of(bench))
+    ways = Ways(bench, planner)
+    trials = Trials(bench, ways)
+    if "plans" in stages:
+        kinds = {name: (rules,) for name, rules in ABLATIONS.items()}
+        make_plans(bench, planner(), {TIGHT: trials.limits[TIGHT]}, kinds, MOST_BATCH)
+    if "trials" in stages:
+        for candidate in plan_candidates(bench):
+            trials.trial(candidate)
+    if "rounds" in stages:
+        time_in_rounds(bench, ways, trials, list(ABLATIONS), args.rounds)
 
 
 if __name__ == "__main__":

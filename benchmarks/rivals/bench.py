@@ -20,9 +20,9 @@ from .log import Log
 from .meter import Meter
 from .models import batch_of
 
-TRIAL_STEPS = 2  # timed, after one that is not
+TRIAL_STEPS = 1  # timed, after one that is not
 SHORT_SECONDS = 0.25  # shorter steps are repeated until so long has passed, a few times at most
-MOST_STEPS = 6
+MOST_STEPS = 3
 PEAK_STEPS = 2  # the first makes the optimizer's states, the second has its peak with them
 
 Build = Callable[[], Trainer]

@@ -10,13 +10,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .models import Model, Shape, values
 
 LR, BETAS = 1e-3, (0.9, 0.95)
-NONE, HALF, FULL = "none", "every second block", "every block"
-RECOMPUTES = (NONE, HALF, FULL)
+NONE, SELECTIVE, HALF, FULL = "none", "all but products", "every second block", "every block"
+RECOMPUTES = (NONE, SELECTIVE, HALF, FULL)
+# What selective checkpointing saves, as torchtitan's does: products and attention.
+_SAVED = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
 
 class NotHere(Exception):
@@ -100,13 +107,15 @@ def fill(model: nn.Module) -> None:
 
 
 def recomputed(blocks: Iterable[nn.Module], how: str) -> None:
-    """Activation checkpointing of every block, of every second one, or of none."""
+    """Activation checkpointing of every block, of every second one, of all but the products, or of none."""
     if how == NONE:
         return
     real = [block for block in blocks if not isinstance(block, nn.Linear)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(_SAVED))
+    selective = {"context_fn": contexts} if how == SELECTIVE else {}
     for block in real[:: 2 if how == HALF else 1]:
         block.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **selective
         )
 
 

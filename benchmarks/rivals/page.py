@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from benchmarks.common import Row as Printed
 from benchmarks.common import deliver
 
 from .cells import settings
-from .log import Log
-from .results import CellRows, Claim, Row, claims, read
+from .results import CellRows, Claim, Row, claims, logs, read
 from .rivals import ALONE, OSDP
 
 MIB = 1 << 20
@@ -38,44 +37,50 @@ alone gains. "paper's space" is osdp with replicate and free only and nothing sp
 
 
 def show(folder: Path, names: Sequence[str], what: str) -> int:
-    """The tables of these cells, on the terminal."""
-    if what != "throughput":
-        deliver({title: rows for title, rows in plain_tables(folder, what).items()}, as_json=False)
+    """The tables of these settings, on the terminal."""
+    if what == "size":
+        deliver(sizes(folder, names), as_json=False)
         return 0
-    found = read(folder, names)
-    tables: dict[str, Sequence[Printed]] = {each.title: [printed(row) for row in each.rows] for each in found}
-    deliver({**tables, "Claims": [claim_row(claim) for claim in claims(found)]}, as_json=False)
+    found = read(folder, names, what)
+    tables: dict[str, Sequence[Printed]] = {each.title: [printed(row) for row in in_order(each)] for each in found}
+    if what == "throughput":
+        tables["Claims"] = [claim_row(claim) for claim in claims(found)]
+    deliver(tables, as_json=False)
     return 0
 
 
-def plain_tables(folder: Path, what: str) -> dict[str, list[Printed]]:
-    """Tables of `size` and `ablations`: their files have the rows already."""
-    found = [json.loads(file.read_text()) for file in sorted(folder.glob(f"{what}-*.json"))]
-    return {data["name"]: [{"way": name, **_plain(row)} for name, row in data["rivals"].items()] for data in found}
+def sizes(folder: Path, names: Sequence[str]) -> dict[str, Sequence[Printed]]:
+    """The largest models that train, by setting."""
+    found: dict[str, Sequence[Printed]] = {}
+    for name, log in logs(folder, names, "size").items():
+        rows = [{key: value for key, value in line.items() if key != "what"} for line in log.all("size")]
+        for row in rows:
+            row["limit MiB"] = row.pop("limit_bytes") / MIB
+        found[name] = rows
+    return found
 
 
-def _plain(row: dict[str, Any]) -> Printed:
-    """A way's figures: of one that was timed its rate, and what its plan had predicted."""
-    if "seconds" not in row:
-        return row
-    seconds = statistics.median(row.get("rounds", [row["seconds"]]))
-    figures = {"samples/s": row["samples"] / seconds, "batch": row["batch"], "peak MiB": row["peak_bytes"] / MIB}
-    return {**figures, "predicted": row.get("predicted"), "gap": row.get("gap")}
+def in_order(each: CellRows) -> list[Row]:
+    """osdp first, then by rate; what does not train and compute alone last."""
+    return sorted(each.rows, key=lambda row: (row.rival == ALONE, row.rival != OSDP, -(row.rate or 0)))
 
 
 def printed(row: Row) -> Printed:
     if row.rate is None:
         peak = None if row.peak_bytes is None else row.peak_bytes / MIB
-        return {"way": row.rival, "why not": row.why[:70], "peak MiB": peak}
+        return {"way": row.rival, "peak MiB": peak, "switches": row.why[:90]}
     return {
         "way": row.rival,
         "samples/s": row.rate,
         "±": f"{row.spread:.0%}",
+        "rounds": row.rounds,
         "batch": row.batch,
         "recompute": row.recompute,
         "peak MiB": (row.peak_bytes or 0) / MIB,
         "of osdp": row.of_osdp,
         "of limit": row.of_limit,
+        "predicted": row.predicted,
+        "switches": ", ".join(f"{key} {value}" for key, value in row.switches.items()),
     }
 
 
@@ -102,19 +107,29 @@ def write_page(folder: Path, docs: Path) -> None:
     else:
         parts.append("No results are there yet: run the command above.\n")
     parts += [_cell(each) for each in found]
-    for what, title in (("size", "The largest model that trains"), ("ablations", "osdp without each of its parts")):
-        tables = plain_tables(folder, what)
-        if tables:
-            parts.append(f"## {title}\n")
-            parts += [f"### {name}\n\n" + _markdown(rows) for name, rows in tables.items()]
+    ablations = read(folder, [setting.name for setting in settings("ablations")], "ablations")
+    if ablations:
+        parts.append("## osdp without each of its parts\n")
+        parts += [f"### {each.title}\n\n" + _markdown([printed(row) for row in in_order(each)]) for each in ablations]
+    largest = sizes(folder, [setting.name for setting in settings("size")])
+    if largest:
+        parts.append("## The largest model that trains\n")
+        parts += [f"### {name}\n\n" + _markdown(rows) for name, rows in largest.items()]
     (docs / "rivals.md").write_text("\n".join(parts))
+    (folder / "rivals.json").write_text(json.dumps([_document(each) for each in found], indent=1) + "\n")
+
+
+def _document(each: CellRows) -> dict[str, Any]:
+    """A cell for other programs: when, with what and where it was measured, and every row."""
+    about = {key: each.about[key] for key in ("date", "versions", "machine", "done")}
+    cell = {"setting": each.setting.to_dict(), "share_of_ddp": each.share, "limit_bytes": each.limit_bytes}
+    return {**cell, **about, "balance_of": each.alike, "rows": [asdict(row) for row in each.rows]}
 
 
 def _cell(each: CellRows) -> str:
-    unfinished = "" if each.about["done"] else "\nThis cell was interrupted: figures are those of single attempts.\n"
+    unfinished = "" if each.about["done"] else "\nThis cell was interrupted: some figures are those of single trials.\n"
     balance = f"Its balance of compute and network is that of {each.alike}.\n"
-    rows = sorted(each.rows, key=lambda row: (row.rival == ALONE, row.rival != OSDP, -(row.rate or 0)))
-    return f"## {each.title}\n\n{balance}{unfinished}\n" + _markdown([printed(row) for row in rows])
+    return f"### {each.title}\n\n{balance}{unfinished}\n" + _markdown([printed(row) for row in in_order(each)])
 
 
 def _markdown(rows: Sequence[dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,19 +14,25 @@ from osdp.errors import DoesNotFit
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
 from osdp.profiling.run import Wanted, profile_in
+from osdp.recompute import Recompute
 from osdp.runtime.consistency import by_rank_0
-from osdp.sharding import FREE, REPLICATE
+from osdp.sharding import FREE, KEEP, REPLICATE
 
 from .bench import Bench
 from .models import source_of
 from .planned import OPTIMIZER, planned, uniform_rules
-from .rivals import OSDP, PAPER
+from .rivals import OSDP, PAPER, TUNED
 from .ways import BY_PLAN, Candidate
 
 TIMEOUT_SECONDS = 300.0
 SEARCH_SECONDS = 20.0  # the default of `osdp plan`
 MOST_PLANS = 3  # where the meter finds more than the limit, a plan for as much less
-RULES = {OSDP: Rules(), PAPER: Rules(modes=(REPLICATE, FREE), split=False, two_levels=False)}
+# `osdp tune` runs plans without what the best one uses, and takes the fastest: it is to osdp what trials are to rivals.
+RULES: Mapping[str, Sequence[Rules]] = {
+    OSDP: (Rules(),),
+    PAPER: (Rules(modes=(REPLICATE, FREE), split=False, two_levels=False),),
+    TUNED: (Rules(recompute=(Recompute.NONE,)), *(Rules(modes=(mode,), split=False) for mode in (REPLICATE, KEEP))),
+}
 
 
 def measure_profile(bench: Bench, *, seconds: float) -> None:
@@ -72,18 +78,20 @@ class Planner:
         return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, batch=batch))
 
 
-def make_plans(bench: Bench, planner: Planner, limits: Mapping[float, int], rules: Mapping[str, Rules], most: int) -> None:
-    """A plan of each kind within each limit; what has one is left as it is."""
-    for share, limit in limits.items():
-        for name, allowed in rules.items():
-            if not bench.log.last("plan", way=name, share=share) and not bench.log.last("none", way=name, share=share):
-                bench.log.add("begin", way=name)
-                _make_plan(bench, planner, name, allowed, share, limit, most)
-
-
-def _make_plan(
-    bench: Bench, planner: Planner, name: str, rules: Rules, share: float, limit: int, most: int
+def make_plans(
+    bench: Bench, planner: Planner, limits: Mapping[float, int], rules: Mapping[str, Sequence[Rules]], most: int
 ) -> None:
+    """Plans of each kind within each limit; what has one is left as it is."""
+    for share, limit in limits.items():
+        for name, kinds in rules.items():
+            for kind, allowed in enumerate(kinds):
+                place = {"way": name, "share": share, "kind": kind}
+                if not bench.log.last("plan", **place) and not bench.log.last("none", **place):
+                    bench.log.add("begin", way=name)
+                    _make_plan(bench, planner, allowed, limit, most, place)
+
+
+def _make_plan(bench: Bench, planner: Planner, rules: Rules, limit: int, most: int, place: dict[str, Any]) -> None:
     allowed = limit
     for _ in range(MOST_PLANS):
         bench.check_time()
@@ -92,18 +100,18 @@ def _make_plan(
             if plan.batch_size > most:  # no other way may take more
                 plan = planner.best(rules, allowed, batch=most)
         except DoesNotFit as error:
-            bench.log.add("none", way=name, share=share, why=f"does not fit: {str(error).splitlines()[0]}")
+            bench.log.add("none", **place, why=f"does not fit: {str(error).splitlines()[0]}")
             return
         job = bench.job(plan.batch_size)
         attempt = bench.peak(plan.batch_size, lambda job=job, plan=plan: planned(job, plan))
         if attempt.peak_bytes <= limit:
             document, predicted = plan.to_dict(), plan.predicted.samples_per_second
             figures = {"batch": plan.batch_size, "predicted": predicted, "gap": plan.certificate.gap}
-            bench.log.add("plan", way=name, share=share, plan=plan.digest, document=document, **figures)
+            bench.log.add("plan", **place, plan=plan.digest, document=document, **figures)
             return
         allowed -= attempt.peak_bytes - limit
     why = f"the plan held {attempt.peak_bytes} bytes, the limit is {limit}"
-    bench.log.add("none", way=name, share=share, why=why, peak_bytes=attempt.peak_bytes)
+    bench.log.add("none", **place, why=why, peak_bytes=attempt.peak_bytes)
 
 
 def plan_candidates(bench: Bench) -> list[Candidate]:

@@ -19,7 +19,7 @@ from typing import Any
 from .cells import LIMITS, SHARES, Setting, alike
 from .log import Line, Log
 from .models import TITLES
-from .rivals import ALONE, DDP, ENGINE, FSDP2, MOVE_ACTIVATIONS, OSDP, PLANNED
+from .rivals import ALONE, DDP, ENGINE, FSDP2, MOVE_ACTIVATIONS, OSDP, PLANNED, TUNED
 
 FP32_BYTES = 4
 
@@ -72,13 +72,20 @@ class CellRows:
         return max(others, key=lambda row: row.rate or 0.0, default=None)
 
 
-def read(folder: Path, names: Iterable[str] | None = None) -> list[CellRows]:
-    """All cells that have results, in the order of the names, or by file."""
-    files = sorted(folder.glob("throughput-*.jsonl"))
-    if names is not None:
-        files = [folder / f"throughput-{name}.jsonl" for name in names]
-    logs = [Log.read(file) for file in files if file.exists()]
-    return [rows_of(log, share) for log in logs for share in SHARES if log.last("limits") and log.last("trial")]
+def logs(folder: Path, names: Iterable[str], what: str) -> dict[str, Log]:
+    """Of the settings that have one, by name, in order."""
+    files = {name: folder / f"{what}-{name}.jsonl" for name in names}
+    return {name: Log.read(file) for name, file in files.items() if file.exists()}
+
+
+def read(folder: Path, names: Iterable[str], what: str = "throughput") -> list[CellRows]:
+    """All cells in which something was timed, in the order of the names."""
+    found = logs(folder, names, what).values()
+    return [rows_of(log, share) for log in found for share in SHARES if log.last("trial") and _has_limit(log, share)]
+
+
+def _has_limit(log: Log, share: float) -> bool:
+    return any(line.get("share") == share for line in log.all("plan"))
 
 
 def rows_of(log: Log, share: float) -> CellRows:
@@ -86,6 +93,8 @@ def rows_of(log: Log, share: float) -> CellRows:
     setting = Setting(**about["setting"])
     limit_bytes = limits["bytes"][SHARES.index(share)]
     figures = {way: _figures(log, way, share, limit_bytes) for way in _ways(log)}
+    if TUNED in figures:  # it ran osdp's plan too, and takes what was fastest when it was tried
+        figures[TUNED] = max(figures[TUNED], figures.get(OSDP, {}), key=_trial_rate)
     compute, own = (_rate(figures.get(way, {})) for way in (ALONE, OSDP))
     bytes_moved = 2 * FP32_BYTES * sizes["trained"] * (setting.hosts - 1) / setting.hosts
     rows = []
@@ -136,6 +145,10 @@ def _figures(log: Log, way: str, share: float, limit_bytes: int) -> Line:
     if timed:
         return max(timed, key=lambda each: each["samples"] / each["seconds"])
     return log.last("none", way=way, share=share) or log.last("none", way=way, share=None) or {}
+
+
+def _trial_rate(figures: Line) -> float:
+    return figures["samples"] / figures["seconds"] if "rounds" in figures else 0.0
 
 
 def _told(plan: Line | None) -> Line:

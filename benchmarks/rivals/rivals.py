@@ -11,8 +11,9 @@ from . import data_parallel, external
 from .job import NONE, RECOMPUTES, Job, Trainer
 from .layouts import Layout, train
 
-OSDP, PAPER, ENGINE, ALONE = "osdp", "paper's space", "FSDP2's plan on our engine", "compute alone"
-PLANNED = (OSDP, PAPER, ENGINE)
+OSDP, TUNED, PAPER = "osdp", "osdp tune", "paper's space"
+ENGINE, ALONE = "FSDP2's plan on our engine", "compute alone"
+PLANNED = (OSDP, TUNED, PAPER, ENGINE)
 FSDP2, DDP = "FSDP2", "DDP"
 SCHEDULES = ("GPipe", "1F1B", "interleaved")
 # These send activations instead of the whole model's gradients over all ranks: an all-reduce does not bound them.
@@ -44,10 +45,7 @@ def rivals_for(hosts: int, ranks_per_host: int) -> tuple[Rival, ...]:
         Rival(FSDP2, data_parallel.fsdp2, {}, ({"prefetch": True},)),
         Rival("HSDP", data_parallel.hsdp, {}, ({"prefetch": True}, {"reshard": False})),
         _layout("TP", Layout(1, 1, ranks), {}),
-        *(
-            _layout(f"PP {schedule}", Layout(ranks, 1, 1, schedule), {}, _MICRO)
-            for schedule in SCHEDULES
-        ),
+        *(_layout(f"PP {schedule}", Layout(ranks, 1, 1, schedule), {}, _MICRO) for schedule in SCHEDULES),
         _layout("TP × DP", Layout(1, ranks // 2, 2), {"data": "free"}, ({"data": "keep"},)),
         _layout("PP × DP", Layout(2, ranks // 2, 1), {"data": "keep"}, ({"data": "free"}, *_MICRO)),
     ]

@@ -46,7 +46,7 @@ def time_in_rounds(bench: Bench, ways: Ways, trials: Trials, names: list[str], r
     gc.collect()
     bench.log.add("begin", way="rounds")
     held = {candidate: bench.made(ways.build(candidate)) for candidate in wanted}
-    for candidate, (trainer, data) in held.items():
+    for trainer, data in held.values():
         trainer.step(*data)
     for _ in range(rounds):
         bench.check_time()
@@ -60,9 +60,7 @@ def time_in_rounds(bench: Bench, ways: Ways, trials: Trials, names: list[str], r
     bench.log.add("done", shares=list(SHARES))
 
 
-def _rounds(
-    trials: Trials, best: dict[tuple[float, str], Candidate], candidate: Candidate, rounds: int
-) -> int:
+def _rounds(trials: Trials, best: dict[tuple[float, str], Candidate], candidate: Candidate, rounds: int) -> int:
     """Few where the way is far behind in every cell that it was chosen for."""
     attempt = trials.known(candidate)
     assert attempt is not None

@@ -1,7 +1,8 @@
-"""One rank of one cell: the largest model that trains within a limit, measured by training it.
+"""One rank of a setting: the largest model that trains within a limit, measured by training it.
 
-Depth grows for the deep model, width for the wide one, one step at a time: a size counts when it is built and takes a
-few steps at batch 1 and the meter finds no more than the limit.
+Depth grows for the deep model, width for the wide one, one step at a time: a size counts when it is built and takes two
+steps at batch 1 and the meter finds no more than the limit. No clock is needed, and no profile: memory does not depend
+on it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit
+from osdp.profiling.machine import look_around
+from osdp.runtime.consistency import by_rank_0
 
+from .bench import Bench
+from .cells import ROOMY
 from .data_parallel import ddp, fsdp2
 from .job import FULL, NONE, Job, Trainer
 from .models import Shape, source_of
 from .planned import OPTIMIZER, planned
 from .planning import Planner
-from .worker import Bench, arguments, on_ranks
+from .trials import limits
+from .worker import arguments, on_ranks
 
 Make = Callable[[Shape], Callable[[], Trainer]]
-MOST_STEPS = 64
+MOST_STEPS = 256
 
 
 def grown(shape: Shape, steps: int) -> Shape:
@@ -41,51 +48,55 @@ def main() -> int:
 
 
 def _measure(bench: Bench, args: Namespace) -> None:
-    cell = bench.cell
-    job = partial(Job, hosts=cell.hosts, ranks_per_host=cell.ranks_per_host, batch=1)
-    limit = int(cell.share * bench.attempt(1, lambda: ddp(job(cell.shape))).peak_bytes)
-    bench.tell("cell", limit_bytes=limit)
-    cluster = Planner.measured(cell, bench.world, seconds=args.profile_seconds).cluster
-
-    def by_plan(rules: Rules) -> Make:
-        def build(shape: Shape) -> Callable[[], Trainer]:
-            graph = source_of(cell.model, shape).capture("fp32")
-            plan = Planner(graph, cluster, Training.of("fp32", OPTIMIZER)).best(rules, limit, batch=1)
-            return lambda: planned(job(shape), plan)
-
-        return build
-
+    setting = bench.setting
+    job = partial(Job, hosts=setting.hosts, ranks_per_host=setting.ranks_per_host, batch=1)
+    shape, limit = setting.shape, limits(bench)[ROOMY]
+    cluster = look_around(bench.world, nodes=setting.hosts, devices_per_node=setting.ranks_per_host).cluster
     ways: dict[str, Make] = {
-        "osdp": by_plan(Rules()),
-        "osdp without slices": by_plan(Rules(split=False)),
+        "osdp": by_plan(bench, cluster, Rules(), limit),
+        "osdp without slices": by_plan(bench, cluster, Rules(split=False), limit),
         "FSDP2": lambda shape: lambda: fsdp2(job(shape, recompute=NONE)),
         "FSDP2, every block recomputed": lambda shape: lambda: fsdp2(job(shape, recompute=FULL)),
-        "DDP": lambda shape: lambda: ddp(job(shape, recompute=FULL)),
+        "DDP, every block recomputed": lambda shape: lambda: ddp(job(shape, recompute=FULL)),
     }
     for name, make in ways.items():
-        bench.tell("begin", rival=name)
-        steps = _largest(lambda steps, make=make: _trains(bench, make, grown(cell.shape, steps), limit))
-        shape = grown(cell.shape, max(1, steps))
-        size = sum(p.numel() for p in source_of(cell.model, shape).build_on_meta().parameters()) if steps else 0
-        what = "blocks" if shape.layers[0] > 4 else "width"
-        value = shape.layers[0] if what == "blocks" else shape.widths[0]
-        bench.tell("best", rival=name, **{what: value if steps else 0, "parameters": size})
-    bench.tell("done")
+        if bench.log.last("size", way=name):
+            continue
+        bench.log.add("begin", way=name)
+        begin = shape.layers[0] if shape.layers[0] > 4 else shape.widths[0] // shape.head_width
+        steps = largest(lambda steps, make=make: _trains(bench, make, grown(shape, steps), limit), begin)
+        found = grown(shape, max(1, steps))
+        size = sum(p.numel() for p in source_of("grown", found).build_on_meta().parameters()) if steps else 0
+        what, value = ("blocks", found.layers[0]) if shape.layers[0] > 4 else ("width", found.widths[0])
+        bench.log.add("size", way=name, limit_bytes=limit, parameters=size, **{what: value if steps else 0})
+    bench.log.add("done")
+
+
+def by_plan(bench: Bench, cluster: Cluster, rules: Rules, limit: int) -> Make:
+    def build(shape: Shape) -> Callable[[], Trainer]:
+        graph = by_rank_0(lambda: source_of("grown", shape).capture("fp32"))
+        plan = Planner(graph, cluster, Training.of("fp32", OPTIMIZER)).best(rules, limit, batch=1)
+        job = Job(shape, bench.setting.hosts, bench.setting.ranks_per_host, 1)
+        return lambda: planned(job, plan)
+
+    return build
 
 
 def _trains(bench: Bench, make: Make, shape: Shape, limit: int) -> bool:
     try:
-        return bench.attempt(1, make(shape)).peak_bytes <= limit
+        return bench.peak(1, make(shape)).peak_bytes <= limit
     except DoesNotFit:
         return False
 
 
-def _largest(trains: Callable[[int], bool]) -> int:
-    """The most steps that train: doubled, then bisected."""
-    low, high = 0, 4
-    while high <= MOST_STEPS and trains(high):
-        low, high = high, 2 * high
-    high = min(high, MOST_STEPS + 1)
+def largest(trains: Callable[[int], bool], begin: int) -> int:
+    """The most steps that train: from where one begins it is grown by a half or halved, then bisected."""
+    low, high = (begin, None) if trains(begin) else (0, begin)
+    while high is None:
+        above = low + max(1, low // 2)
+        if above > MOST_STEPS:
+            return low
+        low, high = (above, None) if trains(above) else (low, above)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if trains(middle) else (low, middle)

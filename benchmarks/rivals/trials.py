@@ -9,14 +9,14 @@ from dataclasses import replace
 from .bench import Bench, OutOfTime, figures
 from .cells import SHARES
 from .data_parallel import ddp
-from .job import FULL, HALF, NONE, NotHere
+from .job import FULL, HALF, NONE, SELECTIVE, NotHere
 from .ladder import FIRST, Attempt, largest_batch
 from .rivals import ALONE, Rival
 from .ways import Candidate, Ways
 
-MOST_BATCH = 32  # samples of a step for each rank, whoever takes them
-FAR_BEHIND = 0.6  # of the fastest so far: such a way is not refined, as it cannot become the best
-ALONE_BATCHES = (4, 8, 16)
+MOST_BATCH = 8  # samples of a step for each rank, whoever takes them: real runs have a global batch too
+FAR_BEHIND = 0.7  # of the fastest so far: such a way is not refined, as it cannot become the best
+ALONE_BATCHES = (4, 8)
 
 
 def limits(bench: Bench) -> dict[float, int]:
@@ -71,27 +71,26 @@ class Trials:
             self.trial(Candidate(ALONE, batch))
 
     def _compete(self, rival: Rival, share: float) -> None:
-        """Every recompute at the largest batch, then the rival's other switches and half the batch at the best."""
-        for recompute in (NONE, FULL, HALF):
-            if recompute in rival.recomputes and (recompute != HALF or self._close(rival.name, share)):
+        """Every recompute at the largest batch, then the rival's other switches at the best."""
+        for recompute in (NONE, FULL, SELECTIVE, HALF):
+            if recompute in rival.recomputes and (recompute in (NONE, FULL) or self._close(rival.name, share)):
                 self._largest(rival, recompute, self.limits[share])
         best = self.best(rival.name, share)
         if best is None:
-            peaks = [line["peak_bytes"] for line in self.log.lines if line.get("way") == rival.name and "seconds" in line]
+            peaks = [
+                line["peak_bytes"] for line in self.log.lines if line.get("way") == rival.name and "seconds" in line
+            ]
             self.log.add("none", way=rival.name, why="does not fit", share=share, peak_bytes=min(peaks))
             return
         for other in rival.others if self._close(rival.name, share) else ():
             self.trial(replace(best[0], switches={**best[0].switches, **other}))
-        half = best[0].batch // 2
-        if half and self._close(rival.name, share):
-            self.trial(replace(self._required(rival.name, share), batch=half))
 
     def _largest(self, rival: Rival, recompute: str, limit: int) -> None:
         """Times the largest batch that fits."""
         candidate = Candidate(rival.name, 1, recompute, rival.switches)
         one = self._peak(replace(candidate, recompute=rival.recomputes[0]))
         most = max(1, MOST_BATCH * self.bench.setting.ranks // one.samples)
-        expected = self._between(candidate) if recompute == HALF else None
+        expected = self._between(candidate) if recompute in (SELECTIVE, HALF) else None
 
         def attempt(batch: int) -> Attempt:
             tried = replace(candidate, batch=batch)
@@ -102,7 +101,7 @@ class Trials:
             self.trial(replace(candidate, batch=batch))
 
     def _between(self, candidate: Candidate) -> dict[int, int]:
-        """Peaks where every second block is recomputed: between those of none and of all."""
+        """Peaks where a part is recomputed: about the middle of those of none and of all."""
         peaks = [[self._peak(replace(candidate, batch=b, recompute=r)).peak_bytes for r in (NONE, FULL)] for b in FIRST]
         return {batch: sum(pair) // 2 for batch, pair in zip(FIRST, peaks, strict=True)}
 
@@ -136,11 +135,6 @@ class Trials:
             if fits and (not candidate.plan or self.log.last("plan", plan=candidate.plan, share=share)):
                 found.append((candidate, attempt))
         return max(found, key=lambda pair: pair[1].rate, default=None)
-
-    def _required(self, way: str, share: float) -> Candidate:
-        best = self.best(way, share)
-        assert best is not None
-        return best[0]
 
     def fastest(self, share: float) -> float:
         """Samples a second of the fastest rival so far."""
