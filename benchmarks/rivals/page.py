@@ -12,27 +12,32 @@ from benchmarks.common import Row as Printed
 from benchmarks.common import deliver
 
 from .cells import settings
+from .models import TITLES
 from .results import CellRows, Claim, Row, claims, logs, read
-from .rivals import ALONE, OSDP
+from .rivals import ALONE, ENGINE, FSDP2, OSDP, TUNED
 
 MIB = 1 << 20
 INTRODUCTION = """# osdp beside every usual way to train
 
 Real ranks on one machine; hosts are network namespaces, and links between them carry the stated rate and no more.
-Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: every feasible batch size (two
-small ones say where memory ends, the largest is tried there), with no, with every second and with every block
-recomputed, and with its own switches (bucket sizes, prefetch, resharding, micro-batches); the last two are left out
-for a way that is below 60 % of the fastest. No way takes more than 64 samples a rank and step. One meter counts what
-torch's
-allocator holds, from building the model on; it refuses what would pass the limit, so that a run fails as it would on a
-device. All ways of a cell are then held at once and timed in turn, in rounds. `±` is half the range of the rounds. "of
-limit" compares with the longer of compute alone and of the bytes that gradients need at the row's batch; ways that move
-activations instead (TP, PP) are compared with compute alone.
+Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: the largest batch that fits, with
+nothing and with every block recomputed; a way within 70 % of the fastest also with all but products recomputed
+(selective), with every second block recomputed, and with its own switches (bucket sizes, prefetch, resharding,
+micro-batches). A step has at most 8 samples a rank, whoever takes them, and no way accumulates gradients over
+micro-batches but the pipelines, which must. Each choice is a short trial; the fastest that fits is then timed.
 
-FSDP2 waits for its collectives on gloo, and our runtime does not: "FSDP2's plan on our engine" shows what the plan
-alone gains. "paper's space" is osdp with replicate and free only and nothing split.
+One meter counts what torch's allocator holds, from building the model on; it refuses what would pass the limit, so that
+a run fails as it would on a device. The best of all ways are then held at once and timed in turn, in five rounds (two
+for a way below 70 % of the fastest). `±` is half the range of the rounds. "of limit" compares with the longer of
+compute alone and of the bytes that gradients need at the row's batch; ways that move activations instead (TP, PP) are
+compared with compute alone.
 
-`python -m benchmarks.rivals --minutes 25` measures (root needed), `--page` writes this page from the results.
+"osdp" is the plan of `osdp plan` with a profile of these ranks. "osdp tune" ran three more plans, as rivals had their
+trials, and took the fastest. FSDP2 waits for its collectives on gloo, and our runtime does not: "FSDP2's plan on our
+engine" shows what the plan alone gains. "paper's space" is osdp with replicate and free only and nothing split.
+
+`python -m benchmarks.rivals --minutes 25` measures (root needed) and goes on where the run before ended; `--page`
+writes this page from the results, which are in `benchmarks/results`.
 """
 
 
@@ -44,6 +49,7 @@ def show(folder: Path, names: Sequence[str], what: str) -> int:
     found = read(folder, names, what)
     tables: dict[str, Sequence[Printed]] = {each.title: [printed(row) for row in in_order(each)] for each in found}
     if what == "throughput":
+        tables["Cells"] = [summary(each) for each in found]
         tables["Claims"] = [claim_row(claim) for claim in claims(found)]
     deliver(tables, as_json=False)
     return 0
@@ -84,6 +90,27 @@ def printed(row: Row) -> Printed:
     }
 
 
+def summary(each: CellRows) -> Printed:
+    """A cell in one line: osdp's rate, and how many times that of others it is."""
+    own, tuned, best = each.rate(OSDP), each.rate(TUNED), each.best_rival
+    engine, shipped = each.rate(ENGINE), each.rate(FSDP2)
+    row = next((row for row in each.rows if row.rival == OSDP), None)
+    setting = each.setting
+    return {
+        "model": TITLES[setting.model],
+        "ranks": f"{setting.hosts} × {setting.ranks_per_host}, {setting.across}",
+        "memory": f"{each.share:.0%} of DDP",
+        "osdp, samples/s": own,
+        "best rival": "none fits" if best is None else best.rival,
+        "÷ best": own / best.rate if own and best and best.rate else None,
+        "tune ÷ best": tuned / best.rate if tuned and best and best.rate else None,
+        "spread of both": None if best is None or row is None else (row.spread or 0) + (best.spread or 0),
+        "÷ FSDP2": own / shipped if own and shipped else None,
+        "÷ FSDP2's plan on our engine": own / engine if own and engine else None,
+        "of limit": None if row is None else row.of_limit,
+    }
+
+
 def claim_row(claim: Claim) -> Printed:
     verdict = "met" if claim.met else "missed"
     return {"osdp": claim.what, "factor": claim.value, "target": claim.target, "cells": claim.cells, "": verdict}
@@ -100,6 +127,7 @@ def write_page(folder: Path, docs: Path) -> None:
         parts.append(
             f"Measured {about['date'][:10]} on {machine['cores']} cores ({machine['processor']}); {versions}.\n"
         )
+        parts.append("## Cells\n\n" + _markdown([summary(each) for each in found]))
         parts.append("## Claims\n\n" + _markdown([claim_row(claim) for claim in claims(found)]))
         from .plots import draw
 

@@ -182,14 +182,16 @@ def claims(cells: Sequence[CellRows]) -> list[Claim]:
         pairs = [(cell.rate(OSDP), cell.rate(rival)) for cell in cells]
         return [own / other for own, other in pairs if own and other]
 
-    best = [
-        (own / other.rate, cell.share < 1)
-        for cell in cells
-        if (own := cell.rate(OSDP)) and (other := cell.best_rival) and other.rate
-    ]
+    def over_best(way: str) -> list[tuple[float, bool]]:
+        """Of each cell in which another trains, with whether DDP does not fit."""
+        pairs = [(cell.rate(way), cell.best_rival, cell.share < 1) for cell in cells]
+        return [(own / other.rate, tight) for own, other, tight in pairs if own and other and other.rate]
+
+    best, tuned = over_best(OSDP), over_best(TUNED)
     close = [row.of_limit for cell in cells for row in cell.rows if row.rival == OSDP and row.of_limit]
     found = [
         ("worst cell against the best rival", [min((ratio for ratio, _ in best), default=math.nan)], 1.0, len(best)),
+        ("worst cell, tuned", [min((ratio for ratio, _ in tuned), default=math.nan)], 1.0, len(tuned)),
         ("against the best rival where DDP does not fit", [ratio for ratio, tight in best if tight], 1.3, None),
         ("against FSDP2 as it ships", ratios(FSDP2), 1.8, None),
         ("against FSDP2's plan on our engine", ratios(ENGINE), 1.25, None),
