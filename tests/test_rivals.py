@@ -182,7 +182,7 @@ def example() -> Log:
     timed("DDP", 222, 0.2)
     timed("FSDP2", 80, 0.4)
     timed("FSDP2", 120, 0.32, trial=8.0, batch=8)
-    timed("FSDP2", 110, trial=0.1)  # never came to rounds
+    timed("FSDP2", 110, trial=0.1, batch=6)  # never came to rounds
     timed("TP", 80, 0.3)
     return log
 

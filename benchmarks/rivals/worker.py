@@ -6,6 +6,7 @@ Rank 0 prints what is found as lines of JSON, as soon as it is found.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 import warnings
@@ -49,6 +50,8 @@ def on_ranks(args: Namespace, measure: Callable[[Bench, Namespace], None]) -> in
     torch.set_num_threads(1)
     with started(timeout_seconds=TIMEOUT_SECONDS) as world:
         log = Log.read(args.log, _print if world.leads else lambda line: None)
+        gc.collect()
+        gc.freeze()  # modules live on; every attempt collects garbage, and need not look at them again
         bench = Bench(Setting(**json.loads(args.setting)), world, log, seconds=args.seconds)
         try:
             measure(bench, args)
