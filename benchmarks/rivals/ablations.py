@@ -60,9 +60,11 @@ def _measure(bench: Bench, args: Namespace) -> None:
     if "plans" in stages:
         kinds = {name: (rules,) for name, rules in ABLATIONS.items()}
         make_plans(bench, planner(), {TIGHT: trials.limits[TIGHT]}, kinds, MOST_BATCH)
+        bench.log.add("stage", name="plans")
     if "trials" in stages:
         for candidate in plan_candidates(bench):
             trials.trial(candidate)
+        bench.log.add("stage", name="trials")
     if "rounds" in stages:
         time_in_rounds(bench, ways, trials, list(ABLATIONS), args.rounds)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from time import perf_counter
@@ -38,7 +39,8 @@ class Bench:
     def __init__(self, setting: Setting, world: World, log: Log, *, seconds: float) -> None:
         self.setting, self.world, self.log, self.meter = setting, world, log, Meter()
         self.job = partial(Job, setting.shape, setting.hosts, setting.ranks_per_host)
-        self._until = perf_counter() + seconds
+        self._began, self._seconds = perf_counter(), seconds
+        self._until = self._began + seconds
 
     def highest(self, *numbers: float) -> list[float]:
         return [max(column) for column in zip(*self.world.all_numbers(*numbers), strict=True)]
@@ -47,6 +49,17 @@ class Bench:
         (late,) = self.highest(perf_counter() - self._until)
         if late > 0:
             raise OutOfTime
+
+    @contextmanager
+    def until(self, share: float) -> Iterator[None]:
+        """Leaves the rest of this run's seconds to what follows: what is not done then waits for the next run."""
+        self._until = self._began + share * self._seconds
+        try:
+            yield
+        except OutOfTime:
+            self.log.add("stopped", why=f"{share:.0%} of {self._seconds:.0f} s are over")
+        finally:
+            self._until = self._began + self._seconds
 
     def made(self, build: Build) -> tuple[Trainer, Any]:
         trainer = build()

@@ -32,7 +32,7 @@ for a way below 70 % of the fastest). `±` is half the range of the rounds. "of 
 compute alone and of the bytes that gradients need at the row's batch; ways that move activations instead (TP, PP) are
 compared with compute alone.
 
-"osdp" is the plan of `osdp plan` with a profile of these ranks. "osdp tune" ran three more plans, as rivals had their
+"osdp" is the plan of `osdp plan` with a profile of these ranks. "osdp tune" ran two more plans, as rivals had their
 trials, and took the fastest. FSDP2 waits for its collectives on gloo, and our runtime does not: "FSDP2's plan on our
 engine" shows what the plan alone gains. "paper's space" is osdp with replicate and free only and nothing split.
 

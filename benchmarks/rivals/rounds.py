@@ -13,6 +13,7 @@ from .rivals import ALONE
 from .trials import FAR_BEHIND, Trials
 from .ways import Candidate, Ways
 
+BEFORE = ("plans", "trials")  # stages without which rounds do not end a setting
 FEW_ROUNDS = 2  # for a way that is far behind the fastest
 SHORT_STEP_SECONDS = 0.5  # the step before a shorter one is not timed: caches are then as training leaves them
 
@@ -57,7 +58,8 @@ def time_in_rounds(bench: Bench, ways: Ways, trials: Trials, names: list[str], r
             if trial and trial.seconds and trial.seconds < SHORT_STEP_SECONDS:
                 trainer.step(*data)
             bench.log.add("round", seconds=bench.timed(trainer, data), **candidate.to_dict())
-    bench.log.add("done", shares=list(SHARES))
+    if all(bench.log.last("stage", name=name) for name in BEFORE):
+        bench.log.add("done", shares=list(SHARES))
 
 
 def _rounds(trials: Trials, best: dict[tuple[float, str], Candidate], candidate: Candidate, rounds: int) -> int:

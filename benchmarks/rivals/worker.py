@@ -25,8 +25,11 @@ from .models import Model
 from .planning import RULES, TIMEOUT_SECONDS, Planner, make_plans, measure_profile, plan_candidates
 from .rivals import ALONE
 from .rounds import check_limits, time_in_rounds
+from .run import STAGES
 from .trials import MOST_BATCH, Trials
 from .ways import Ways
+
+PLANS_SHARE, TRIALS_SHARE = 0.35, 0.65  # of a run's seconds, if rounds follow
 
 
 def main() -> int:
@@ -73,15 +76,20 @@ def _measure(bench: Bench, args: Namespace) -> None:
     ways = Ways(bench, planner)
     trials = Trials(bench, ways)
     names = [*RULES, ALONE, *(rival.name for rival in ways)]
+    last = STAGES[-1] in stages
     if "memory" in stages:
         trials.each(trials.memory)
     if "plans" in stages:
-        make_plans(bench, planner(), trials.limits, RULES, MOST_BATCH)
+        with bench.until(PLANS_SHARE if last else 1.0):
+            make_plans(bench, planner(), trials.limits, RULES, MOST_BATCH)
+            bench.log.add("stage", name="plans")
     if "trials" in stages:
-        trials.alone()
-        for candidate in plan_candidates(bench):
-            trials.trial(candidate)
-        trials.each(trials.compete)
+        with bench.until(TRIALS_SHARE if last else 1.0):
+            trials.alone()
+            for candidate in plan_candidates(bench):
+                trials.trial(candidate)
+            trials.each(trials.compete)
+            bench.log.add("stage", name="trials")
     if "limits" in stages:
         check_limits(bench, ways, trials, names)
     if "rounds" in stages:
