@@ -190,6 +190,8 @@ def refusals() -> list[str]:
         with pytest.raises(UsageError) as error:
             osdp.parallelize(model, plan_for(model, "2", MODES), mesh=given)
         said.append(str(error.value))
+    with pytest.raises(UsageError, match="are DTensors, which cannot be traced; plan the plain model"):
+        osdp.plan(tensor_parallel(built(), mesh["tp"]), {"input_ids": batch(0)}, "2xCPU")
     return said
 
 

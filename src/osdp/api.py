@@ -111,6 +111,11 @@ def plan(
     devices = resolve(cluster, memory)
     batching = Batching(batch, accumulation, global_batch)
 
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise UsageError(
+            "the model's parameters are DTensors, which cannot be traced; plan the plain model, with tensor= as many"
+            " ranks as share it, and divide it before osdp.parallelize"
+        )
     larger = tensor * pipeline > 1 or stage is not None or layout is not None
     if larger and verify:
         raise UsageError("a dry run has no tensor or pipeline dimension; leave verify out, or plan without them")
