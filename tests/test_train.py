@@ -12,15 +12,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from training_runs import (
     FSDP2_WARNS,
     SAME,
@@ -36,6 +40,7 @@ from training_runs import (
 )
 
 from osdp.cli.main import main
+from osdp.training.world import World
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +167,33 @@ def test_a_rank_that_hangs_ends_the_other_within_the_timeout(plan_file: Path) ->
     (sentence,) = ranks[0].sentences()
     assert "error: rank 0 waited 8 s in step" in sentence and "another rank hangs or is gone" in sentence
     assert "Traceback" not in "".join(ranks[0].errors)
+
+
+def store_server(sender: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sender.send(store.port)
+    time.sleep(60)
+
+
+def test_a_rank_speaks_where_the_one_that_holds_the_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking who speaks first had no limit: of three ranks with the first stopped, one hung for ever."""
+    monkeypatch.setattr("osdp.training.world._ANSWER_SECONDS", 0.5)
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    server = context.Process(target=store_server, args=(sender,), daemon=True)
+    server.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", receiver.recv(), is_master=False)
+        world = World(1, 3, 1, 3, torch.device("cpu"), store)
+        assert world.speaks_first() and not world.speaks_first()
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert world.speaks_first()
+        assert time.monotonic() - began < 10
+    finally:
+        server.kill()
+        server.join()
 
 
 def test_out_of_memory_names_the_plan_and_the_remedy() -> None:

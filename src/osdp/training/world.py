@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from osdp.errors import OsdpError, UsageError
 
 # A hung peer is the watchdog's business, which knows what was being done; collectives give up later, as a last resort.
 _COLLECTIVES_WAIT = 2.0
+_ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,22 @@ class World:
         return self.rank == 0
 
     def speaks_first(self) -> bool:
-        """Whether this rank is the first to fail: it says why, and the others, which fail with it, are silent."""
-        try:
-            return self.store.add("failed", 1) == 1
-        except RuntimeError:  # the store has gone with the rank that held it
-            return True
+        """Whether this rank is the first to fail: it says why, and the others, which fail with it, are silent.
+
+        The store asks without a limit, and the rank that holds it may be the one that hangs: then this one speaks.
+        """
+        answers: list[bool] = []
+
+        def ask() -> None:
+            try:
+                answers.append(self.store.add("failed", 1) == 1)
+            except RuntimeError:  # the store has gone with the rank that held it
+                answers.append(True)
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_ANSWER_SECONDS)
+        return answers[0] if answers else True
 
     def all_numbers(self, *numbers: float) -> list[list[float]]:
         """Every rank's numbers, in the order of ranks; equal on all."""
