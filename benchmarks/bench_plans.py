@@ -1,4 +1,4 @@
-"""Every preset on a few clusters: the plan, the best usual way, their ratio, the gap of the proof, and the seconds.
+"""Every preset on a few clusters: the plan, the best baseline, their ratio, the gap of the proof, and the seconds.
 
     python benchmarks/bench_plans.py [--models llama3-8b,t5-11b] [--clusters 8xA100-80GB] [--seconds 10] [--json]
 
@@ -42,13 +42,13 @@ def row(graph: ModelGraph, cluster: Cluster, global_batch: int | None, seconds: 
         reason = "does not fit" if isinstance(error, DoesNotFit) else "does not divide"
         return {**found, "samples/s": reason, "seconds": perf_counter() - began}
     best = max((b for b in plan.baselines if b.feasible), key=lambda b: b.samples_per_second, default=None)
-    usual = None if best is None else f"{best.name}{' with recompute' if best.recompute else ''}"
+    name = None if best is None else f"{best.name}{' with recompute' if best.recompute else ''}"
     return {
         **found,
         "samples/s": plan.predicted.samples_per_second,
         "batch": f"{plan.batch_size}×{plan.accumulation}",
         "MFU %": 100 * plan.predicted.mfu,
-        "best usual way": usual or "none fits",
+        "best baseline": name or "none fits",
         "its samples/s": None if best is None else best.samples_per_second,
         "ratio": None if best is None else plan.predicted.samples_per_second / best.samples_per_second,
         "gap %": 100 * plan.certificate.gap,
@@ -94,7 +94,10 @@ def main() -> int:
         planned(wanted.rows, keys, wanted.seconds, perf_counter() + wanted.for_seconds)
     found = read(wanted.rows)
     rows = [found[key] for key in keys if key in found]
-    deliver({"plans beside the best usual way": rows}, as_json=wanted.json)
+    shown = (
+        rows if wanted.json else [{**row, "ratio": f"{row['ratio']:.3f}"} if row.get("ratio") else row for row in rows]
+    )
+    deliver({"plans beside the best baseline": shown}, as_json=wanted.json)
     print(f"{len(rows)} of {len(keys)} rows", file=sys.stderr)
     return 1 if any((row.get("ratio") or 1.0) < LEAST for row in rows) else 0
 
