@@ -105,8 +105,8 @@ class OuterLayout:
 
     `tensor` ranks share every operator, `pipeline` stages share the blocks, of which the plan is for `stage`. The
     plan's cluster has the ranks of the data-parallel dimension, `whole` is the word of all; its micro-batches are
-    those of the pipeline. `tensor_seconds` of the step are the tensor dimension's collectives, `bubble_seconds` the
-    pipeline's wait for its first and last micro-batches.
+    those of the pipeline. `tensor_seconds` of the step are the tensor dimension's collectives and the
+    messages between stages, `bubble_seconds` the pipeline's wait for its first and last micro-batches.
     """
 
     tensor: Degree = 1

@@ -77,9 +77,9 @@ def _print_headline(page: PlanPage, out: Console) -> None:
 def layout_sentence(page: PlanPage) -> str:
     """The layout, and what of the step its other dimensions take."""
     layout = page.layout
-    waits = (
-        [f"collectives of the tensor dimension {format_seconds(layout.tensor_seconds)}"] if layout.tensor > 1 else []
-    )
+    kinds = (("collectives of the tensor dimension", layout.tensor), ("messages between stages", layout.pipeline))
+    waited = " and ".join(name for name, degree in kinds if degree > 1)
+    waits = [f"{waited} {format_seconds(layout.tensor_seconds)}"]
     if layout.pipeline > 1:
         waits.append(f"bubble of the pipeline {format_seconds(layout.bubble_seconds)}")
     stage = f"; stage {layout.stage} of {layout.pipeline}" if layout.pipeline > 1 else ""
