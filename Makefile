@@ -61,4 +61,4 @@ bench: $(STAMP) ## every benchmark, one after the other; those of the network ne
 	@echo "== benchmarks/rivals"; $(BIN)/python -m benchmarks.rivals --minutes 25; $(BIN)/python -m benchmarks.rivals --page
 
 bench-smoke: $(STAMP) ## the benchmark against rivals in a few minutes, on tiny models; needs root
-	@$(BIN)/python -m benchmarks.rivals --smoke --minutes 4 --results build/rivals-smoke
+	@$(BIN)/python -m benchmarks.rivals --smoke --fresh --minutes 4 --results build/rivals-smoke

@@ -32,7 +32,7 @@ def main() -> int:
     if args.list:
         print("\n".join(each.name for each in chosen))
         return 0
-    if args.fresh or args.smoke:
+    if args.fresh:
         for each in chosen:
             log_file(args.results, each, args.what).unlink(missing_ok=True)
     if not args.page:

@@ -116,7 +116,7 @@ def rows_of(log: Log, share: float) -> CellRows:
                 recompute=found["recompute"],
                 switches=found["switches"],
                 peak_bytes=found["peak_bytes"],
-                rounds=len(rounds),
+                rounds=len(rounds) if found["timed"] else 0,
                 of_osdp=None if not own else rate / own,
                 of_limit=None if math.isinf(limit) else rate / limit,
                 predicted=found.get("predicted"),
