@@ -1,6 +1,7 @@
 """Writes questions.md: 14 questions people ask before they train, each with one command and what it prints.
 
 python docs/make_questions.py        # some minutes; needs osdp, no accelerator
+python docs/make_questions.py 3 7    # these again, the others as they stand in the page
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ QUESTIONS = (
         "What is the expected peak memory with my configuration?",
         FSDP,
         (MEMORY,),
-        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. This one does not fit, so the exit code"
-        " is 3. `osdp verify` runs the real runtime on fake tensors and compares the peak.",
+        "Give the configuration, plain FSDP2 at a micro-batch of 4 here. Where it does not fit, the exit code is 3."
+        " `osdp verify` runs the real runtime on fake tensors and compares the peak.",
     ),
     Question(
         "If I change my wrapping, what does that do to the peak?",
@@ -122,20 +123,30 @@ QUESTIONS = (
 )
 
 
+HEAD = (
+    "# Fourteen questions, fourteen commands\n\n"
+    "The [proposal of a memory tracker for FSDP2](https://github.com/pytorch/pytorch/pull/125323) lists what people ask"
+    " before they train. Each is one command, on a laptop, without weights. All figures are predictions; outputs are cut"
+    " to the part that answers. `python docs/make_questions.py` writes this page.\n"
+)
+PAGE = Path(__file__).with_name("questions.md")
+
+
 def main() -> None:
-    lines = [
-        "# Fourteen questions, fourteen commands",
-        "",
-        "The [proposal of a memory tracker for FSDP2](https://github.com/pytorch/pytorch/pull/125323) lists what people"
-        " ask before they train. Each is one command, on a laptop, without weights. Figures are predictions; outputs"
-        " are cut to the part that answers. `python docs/make_questions.py` writes it.",
-    ]
+    wanted = {int(word) for word in sys.argv[1:]} or set(range(1, len(QUESTIONS) + 1))
+    standing = re.split(r"^(?=## \d+\. )", PAGE.read_text(), flags=re.MULTILINE)[1:]
     for number, question in enumerate(QUESTIONS, 1):
-        print(f"{number}: {question.command}", file=sys.stderr)
-        page = shown(run(question.command), question.sections)
-        lines += ["", f"## {number}. {question.text}", "", question.answer, "", "```console", f"$ {question.command}"]
-        lines += [*page, "```"]
-    Path(__file__).with_name("questions.md").write_text("\n".join(lines) + "\n")
+        if number in wanted:
+            print(f"{number}: {question.command}", file=sys.stderr)
+            text = answered(number, question)
+            standing[number - 1 : number] = [text]
+            PAGE.write_text(HEAD + "\n" + "\n".join(each.rstrip("\n") + "\n" for each in standing))
+
+
+def answered(number: int, question: Question) -> str:
+    page = shown(run(question.command), question.sections)
+    lines = [f"## {number}. {question.text}", "", question.answer, "", "```console", f"$ {question.command}"]
+    return "\n".join([*lines, *(line.rstrip() for line in page), "```"]) + "\n"
 
 
 @cache

@@ -41,9 +41,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import osdp
-from osdp.api import plan_graph, resolve
-from osdp.cost.tables import Rules
-from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.model.capture import capture, scaled_inputs
 from osdp.model.graph import ModelGraph
@@ -64,8 +61,7 @@ def graph_of(kind: type[nn.Module]) -> ModelGraph:
 @pytest.mark.parametrize("kind", MANY)
 def test_the_planned_peak_is_that_of_a_dry_run(kind: type[nn.Module]) -> None:
     example, graph = MANY[kind](), graph_of(kind)
-    cluster, training = resolve("4xCPU", None), Training.of("fp32")
-    plan = plan_graph(graph, cluster, training, Rules(), batch=2, search_seconds=2)  # any plan will do
+    plan = osdp.plan(many(kind), example, "4xCPU", batch=2, precision="fp32")
     assert graph.num_parameters == sum(parameter.numel() for parameter in many(kind).parameters())
     inputs = scaled_inputs(example, model=many(kind))
     truth = verify(plan, graph, build=lambda: many(kind), inputs=inputs)
