@@ -126,8 +126,8 @@ QUESTIONS = (
 HEAD = (
     "# Fourteen questions, fourteen commands\n\n"
     "The [proposal of a memory tracker for FSDP2](https://github.com/pytorch/pytorch/pull/125323) lists what people ask"
-    " before they train. Each is one command, on a laptop, without weights. All figures are predictions; outputs are cut"
-    " to the part that answers. `python docs/make_questions.py` writes this page.\n"
+    " before they train. Each is one command, on a laptop, without weights. All figures are predictions; outputs are"
+    " cut to the part that answers. `python docs/make_questions.py` writes this page.\n"
 )
 PAGE = Path(__file__).with_name("questions.md")
 
