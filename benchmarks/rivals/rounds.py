@@ -63,7 +63,9 @@ def time_in_rounds(bench: Bench, ways: Ways, trials: Trials, names: list[str], r
 
 
 def _rounds(trials: Trials, best: dict[tuple[float, str], Candidate], candidate: Candidate, rounds: int) -> int:
-    """Few where the way is far behind in every cell that it was chosen for."""
+    """Few where a rival is far behind in every cell that it was chosen for."""
+    if candidate.plan or candidate.way == ALONE:
+        return rounds
     attempt = trials.known(candidate)
     assert attempt is not None
     shares = [share for (share, _), each in best.items() if each == candidate]
