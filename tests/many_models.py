@@ -7,20 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from image_models import CLASSES, LENGTH, WIDTH, ConvNeXt, ResNet, ResNet50, UNet, image, noisy
 from torch import Tensor, nn
-
-WIDTH, LENGTH, CLASSES = 16, 6, 5
+from torch.distributed.nn.functional import all_gather
 
 
 def sequence(batch: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, LENGTH, WIDTH, generator=generator), torch.randint(CLASSES, (batch,), generator=generator)
-
-
-def image(batch: int = 2) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, 3, 16, 16, generator=generator), torch.randint(CLASSES, (batch,), generator=generator)
 
 
 class Encoder(nn.Module):
@@ -73,106 +69,6 @@ class Attention(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x.mean(1)), labels)
-
-
-class Residual(nn.Module):
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(before, after, 3, stride=after // before, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(after)
-        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(after)
-        self.skip = nn.Conv2d(before, after, 1, stride=after // before) if before != after else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.skip(x) + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
-
-
-class ResNet(nn.Module):
-    """Batch norms, the last over one value a sample: batch 1 does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        sizes = ((8, 8), (8, 16), (16, 16), (16, 32))
-        self.stages = nn.Sequential(*(Residual(*size) for size in sizes))
-        self.squeeze = nn.BatchNorm1d(32)
-        self.head = nn.Linear(32, CLASSES)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.squeeze(self.stages(self.stem(x)).mean((2, 3)))), labels)
-
-
-class ConvNeXtBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.scale = nn.Parameter(torch.full((width,), 1e-2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + (self.scale * self.down(F.gelu(self.up(y)))).permute(0, 3, 1, 2)
-
-
-class ConvNeXt(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, WIDTH, 2, stride=2)
-        self.blocks = nn.ModuleList(ConvNeXtBlock(WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x.mean((2, 3))), labels)
-
-
-class CrossBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(4, width)
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.time = nn.Linear(WIDTH, width)
-        self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(WIDTH, width), nn.Linear(WIDTH, width)
-
-    def forward(self, x: Tensor, time: Tensor, text: Tensor) -> Tensor:
-        x = x + self.conv(F.silu(self.norm(x))) + self.time(time)[:, :, None, None]
-        flat = x.flatten(2).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(self.query(flat), self.key(text), self.value(text))
-        return x + seen.transpose(1, 2).view_as(x)
-
-
-class UNet(nn.Module):
-    """A diffusion model: what goes down is added on the way up, and every level looks at a text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.down = nn.ModuleList([CrossBlock(8), CrossBlock(16)])
-        self.halve = nn.ModuleList([nn.Conv2d(8, 16, 2, stride=2), nn.Conv2d(16, 16, 2, stride=2)])
-        self.middle = CrossBlock(16)
-        self.grow = nn.ModuleList([nn.ConvTranspose2d(16, 16, 2, stride=2), nn.ConvTranspose2d(16, 8, 2, stride=2)])
-        self.up = nn.ModuleList([CrossBlock(16), CrossBlock(8)])
-        self.last = nn.Conv2d(8, 3, 3, padding=1)
-
-    def forward(self, *, noisy: Tensor, noise: Tensor, time: Tensor, text: Tensor) -> dict[str, Tensor]:
-        x, kept = self.first(noisy), []
-        for block, halve in zip(self.down, self.halve, strict=True):
-            kept.append(block(x, time, text))
-            x = halve(kept[-1])
-        x = self.middle(x, time, text)
-        for block, grow in zip(self.up, self.grow, strict=True):
-            x = block(grow(x) + kept.pop(), time, text)
-        return {"prediction": x, "loss": F.mse_loss(self.last(x), noise)}
-
-
-def noisy(batch: int = 2) -> dict[str, Tensor]:
-    shapes = {"noisy": (3, 16, 16), "noise": (3, 16, 16), "time": (WIDTH,), "text": (LENGTH, WIDTH)}
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(batch, *shape, generator=generator) for name, shape in shapes.items()}
 
 
 class Scan(nn.Module):
@@ -232,6 +128,89 @@ class Contrastive(nn.Module):
         scores = F.normalize(x.flatten(1)) @ F.normalize(y.flatten(1)).T * self.temperature
         labels = torch.arange(len(scores))
         return F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)
+
+
+class GatheredContrastive(Contrastive):
+    """CLIP's loss over the features of all ranks: each compares its samples with everybody's."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for first, second in zip(self.first, self.second, strict=True):
+            x, y = torch.tanh(first(x)), torch.tanh(second(y))
+        texts, images = (F.normalize(of_all_ranks(side.flatten(1))) for side in (x, y))
+        scores = texts @ images.T * self.temperature
+        labels = torch.arange(len(scores))
+        return F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)
+
+
+def of_all_ranks(features: Tensor) -> Tensor:
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return features
+    return torch.cat(all_gather(features))
+
+
+class Speaker(nn.Module):
+    """A small language model: the log-probability of what each sample says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        said = self.head(x).log_softmax(-1).gather(2, tokens[:, 1:, None])
+        return said.sum((1, 2))
+
+
+class Preference(nn.Module):
+    """DPO: a policy is trained to prefer one answer to another more than a frozen reference does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = Speaker(), Speaker().requires_grad_(False)
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        both = torch.cat([chosen, rejected])
+        with torch.no_grad():
+            first, second = self.reference(both).chunk(2)
+        better, worse = self.policy(both).chunk(2)
+        return -F.logsigmoid(0.5 * ((better - first) - (worse - second))).mean()
+
+
+def answers(batch: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(CLASSES, (2, batch, LENGTH), generator=generator))
+
+
+class Generator(nn.Module):
+    """The first half of a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        for block in self.blocks:
+            noise = block(noise)
+        return self.last(noise)
+
+
+class Critic(nn.Module):
+    """The second half: how real a sample looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
+        self.score = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.score(x.mean(1)).mean(-1)
 
 
 class RoutedBlock(nn.Module):
@@ -353,9 +332,10 @@ class IdleTower(nn.Module):
 Example = Callable[[], Any]
 MANY: dict[type[nn.Module], Example] = {
     **dict.fromkeys((Encoder, EncoderDecoder, Attention, Mamba, Recurrent, Routed, Shared, IdleTower), sequence),
-    **dict.fromkeys((ResNet, ConvNeXt), image),
+    **dict.fromkeys((ResNet, ResNet50, ConvNeXt), image),
     UNet: noisy,
-    Contrastive: lambda: (sequence()[0], sequence()[0].flip(1)),
+    **dict.fromkeys((Contrastive, GatheredContrastive), lambda: (sequence()[0], sequence()[0].flip(1))),
+    Preference: answers,
     FromDataclass: lambda: Sample(list(torch.randn(3, 2, LENGTH, WIDTH)), sequence()[1]),
     FromList: lambda: [torch.randn(2, LENGTH, WIDTH), torch.randn(2, 3, WIDTH), torch.randn(2, 1, WIDTH)],
     TwoTowers: sequence,

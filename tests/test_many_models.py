@@ -16,23 +16,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from image_models import ConvNeXt, ResNet, ResNet50, UNet
 from many_models import (
     LENGTH,
     MANY,
     WIDTH,
     Attention,
     Contrastive,
-    ConvNeXt,
+    Critic,
     Encoder,
+    EncoderDecoder,
     FromList,
+    GatheredContrastive,
+    Generator,
     IdleTower,
     Mamba,
+    Preference,
     Recurrent,
-    ResNet,
     Routed,
     Shared,
     TwoTowers,
-    UNet,
     many,
     sequence,
 )
@@ -152,47 +156,63 @@ def test_a_failed_recompute_costs_that_block_the_option_only() -> None:
 
 # ---- on real ranks
 
+Gradients = dict[str, Tensor | None]
+OVER_ALL = (GatheredContrastive,)  # the loss of a rank is over all ranks' samples
+
 
 def part_of(example: Any, part: int, parts: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return map_tensors(lambda tensor: tensor.chunk(parts)[part], as_call(example))
 
 
-def trained(kind: type[nn.Module], model: nn.Module, part: int, parts: int) -> list[float]:
-    """The losses of a few steps; the gradients of the last one stay."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def trained(kind: type[nn.Module], model: nn.Module, own: list[int], parts: int) -> list[float]:
+    """The losses of a few steps on these parts of the batch; the gradients of the last one stay."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.manual_seed(7)  # layer drop drops alike
-        args, kwargs = part_of(MANY[kind](), part, parts)
-        loss = output_loss(model(*args, **kwargs))
-        loss.backward()
-        total = loss.detach().clone()
-        if parts > 1:
+        total = torch.zeros(())
+        for part in own:
+            torch.manual_seed(7)  # layer drop drops alike
+            args, kwargs = part_of(MANY[kind](), part, parts)
+            loss = output_loss(model(*args, **kwargs)) / len(own)
+            loss.backward()
+            total += loss.detach()
+        if dist.is_initialized():
             dist.all_reduce(total)
-        losses.append(total.item() / parts)
+            total /= dist.get_world_size()
+        losses.append(total.item())
         if step < STEPS - 1:
             optimizer.step()
     return losses
 
 
-def on_a_rank(kind: type[nn.Module], plans: list[Plan]) -> list[tuple[list[float], dict[str, Tensor | None]]]:
+def on_a_rank(work: dict[type[nn.Module], list[Plan]]) -> dict[type[nn.Module], list[tuple[list[float], Gradients]]]:
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    found = []
-    for plan in plans:
-        model = osdp.parallelize(many(kind), plan)
-        found.append((trained(kind, model, dist.get_rank(), dist.get_world_size()), whole_gradients(model)))
+    warnings.filterwarnings("ignore", message=r"Full backward hook is firing")
+    found: dict[type[nn.Module], list[tuple[list[float], Gradients]]] = {}
+    for kind, plans in work.items():
+        for plan in plans:
+            model = osdp.parallelize(many(kind), plan)
+            losses = trained(kind, model, [dist.get_rank()], dist.get_world_size())
+            found.setdefault(kind, []).append((losses, whole_gradients(model)))
     return found
 
 
-KINDS_ON_RANKS = [Encoder, Attention, Shared, UNet, ConvNeXt, Mamba, Recurrent, TwoTowers, IdleTower]
+def same_gradients(own: Gradients, truth: Gradients) -> None:
+    largest = max(float(gradient.abs().max()) for gradient in truth.values() if gradient is not None)
+    assert own.keys() == truth.keys()
+    for name, true in truth.items():
+        mine = own[name]
+        if true is None or mine is None:
+            assert (mine is None or not mine.any()) and (true is None or not true.any()), name
+        else:
+            assert float((mine - true).abs().max()) < 1e-5 * max(float(true.abs().max()), 1e-2 * largest), name
 
 
-@pytest.mark.parametrize("kind", KINDS_ON_RANKS)
-def test_two_ranks_train_as_one_process(kind: type[nn.Module]) -> None:
-    plans = [
+def mixed_plans(graph: ModelGraph) -> list[Plan]:
+    return [
         plan_by_hand(
-            graph_of(kind),
+            graph,
             "2",
             modes=(FREE, REPLICATE, KEEP)[index:] + (FREE, REPLICATE, KEEP)[:index],
             granularity=granularity,
@@ -201,17 +221,73 @@ def test_two_ranks_train_as_one_process(kind: type[nn.Module]) -> None:
         )
         for index, granularity in enumerate(("whole", "parts", "operators"))
     ]
-    alone = many(kind)
-    losses = trained(kind, alone, 0, 1)
-    truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    largest = max(float(gradient.abs().max()) for gradient in truth.values() if gradient is not None)
-    for runs in run_ranks(2, on_a_rank, kind, plans, timeout_seconds=200):
-        for own_losses, gradients in runs:
-            assert own_losses == pytest.approx(losses, rel=1e-5)
-            assert gradients.keys() == truth.keys()
-            for name, true in truth.items():
-                own = gradients[name]
-                if true is None or own is None:
-                    assert (own is None or not own.any()) and (true is None or not true.any()), name
-                else:
-                    assert float((own - true).abs().max()) < 1e-5 * max(float(true.abs().max()), 1e-2 * largest), name
+
+
+LANGUAGE = [Encoder, EncoderDecoder, Attention, Shared, Mamba, Recurrent, Preference]
+IMAGES = [UNet, ConvNeXt, TwoTowers, IdleTower]
+
+
+@pytest.mark.parametrize("kinds", [LANGUAGE, IMAGES], ids=["language", "images"])
+def test_two_ranks_train_as_one_process(kinds: list[type[nn.Module]]) -> None:
+    work = {kind: mixed_plans(graph_of(kind)) for kind in kinds}
+    of_ranks = run_ranks(2, on_a_rank, work, timeout_seconds=400)
+    for kind in kinds:
+        alone = many(kind)
+        losses = trained(kind, alone, [0] if kind in OVER_ALL else [0, 1], 1 if kind in OVER_ALL else 2)
+        truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
+        for runs in of_ranks:
+            for own_losses, gradients in runs[kind]:
+                assert own_losses == pytest.approx(losses, rel=1e-5), kind
+                same_gradients(gradients, truth)
+
+
+# ---- two models that train each other
+
+
+def played(generator: nn.Module, critic: nn.Module, own: list[int], parts: int) -> tuple[list[float], Gradients]:
+    """A GAN: the critic learns what is real, then the generator learns from the critic, each with its optimizer."""
+    noise, real = (t.chunk(parts) for t in torch.randn(2, 4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)))
+    to_make, to_judge = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic))
+    losses: list[float] = []
+    for step in range(STEPS + 1):
+        to_judge.zero_grad()
+        for part in own:
+            made = generator(noise[part]).detach()
+            judged = F.softplus(critic(made)).mean() + F.softplus(-critic(real[part])).mean()
+            (judged / len(own)).backward()
+        to_judge.step()
+        to_make.zero_grad()
+        for part in own:
+            loss = F.softplus(-critic(generator(noise[part]))).mean() / len(own)
+            loss.backward()
+            losses.append(loss.item())
+        if step < STEPS:
+            to_make.step()
+    both = {"generator": generator, "critic": critic}
+    return losses, {f"{key}.{name}": g for key, model in both.items() for name, g in whole_gradients(model).items()}
+
+
+def play_on_a_rank(pairs: list[tuple[Plan, Plan]]) -> list[tuple[list[float], Gradients]]:
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
+    return [
+        played(
+            osdp.parallelize(many(Generator), first),
+            osdp.parallelize(many(Critic), second),
+            [dist.get_rank()],
+            dist.get_world_size(),
+        )
+        for first, second in pairs
+    ]
+
+
+def test_a_gan_of_two_planned_models_plays_as_in_one_process() -> None:
+    """The critic is called twice before its backward, and the generator's backward comes through the critic's."""
+    graphs = [capture(many(k), sequence()[:1], loss=Tensor.mean, compute_dtype="fp32") for k in (Generator, Critic)]
+    pairs = list(zip(*(mixed_plans(graph) for graph in graphs), strict=True))
+    losses, truth = played(many(Generator), many(Critic), [0, 1], 2)
+    of_ranks = run_ranks(2, play_on_a_rank, pairs, timeout_seconds=200)
+    for runs in zip(*of_ranks, strict=True):
+        made = [loss for both in zip(*(own for own, _ in runs), strict=True) for loss in both]
+        assert [each / 2 for each in made] == pytest.approx(losses, rel=1e-5)
+        for _, gradients in runs:
+            same_gradients(gradients, truth)

@@ -3,6 +3,7 @@
 - An optimizer of before `parallelize` is refused at its first step, one of after it is not.
 - A model that is compiled, checkpoints itself, or is parallelized already is refused.
 - A batch larger than planned is warned of once, with its predicted peak.
+- A second backward of a graph that is retained adds the gradients once more, as in a single process.
 - torch's own clipping works on mixed meshes, and clips as in a single process.
 - `osdp train` on a folder with weights begins with them.
 """
@@ -59,7 +60,15 @@ def misused(plan: Plan) -> dict[str, Any]:
         with torch.no_grad():
             model(*data(9, seed=0))
     found["warnings"] = [str(each.message) for each in warned if "planned" in str(each.message)]
+    found["twice back"] = backward_twice(osdp.parallelize(built(Model), plan))
     return found
+
+
+def backward_twice(model: nn.Module) -> dict[str, Tensor | None]:
+    loss = model(*data(2, seed=0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return whole_gradients(model)
 
 
 def test_misuse_is_told() -> None:
@@ -73,6 +82,8 @@ def test_misuse_is_told() -> None:
         (warning,) = found["warnings"]
         assert "shape (5, 6) came, 2.5 times the 2 samples of 6 elements that were planned" in warning
         assert "above the limit" in warning
+        for name, gradient in backward_twice(built(Model)).items():
+            close(found["twice back"][name], gradient, name)
 
 
 def test_the_predicted_peak_of_a_larger_batch_is_close_to_that_of_its_own_plan() -> None:

@@ -28,7 +28,10 @@ def runner(kind: type[nn.Module], length: int, mode: FakeTensorMode) -> Runner:
 @pytest.mark.parametrize("kind", [Mamba, Attention])
 def test_two_short_forwards_tell_how_many_kernels_a_long_one_has(kind: type[nn.Module]) -> None:
     run = runner(kind, 80, FakeTensorMode(allow_non_fake_inputs=True))
-    assert forward_kernels(lambda mode: runner(kind, 80, mode)) == _kernels_at(run, run.inputs(BATCHES[0]))
+    found = forward_kernels(lambda mode: runner(kind, 80, mode))
+    assert found is not None
+    assert found[1] == _kernels_at(run, run.inputs(BATCHES[0]))
+    assert (found[1] > found[0]) == (kind is Mamba)
 
 
 def test_inputs_without_a_length_tell_nothing() -> None:
@@ -42,9 +45,9 @@ def test_it_says_once_how_long_and_then_how_far(
     monkeypatch.setattr(pace, "monotonic", lambda: next(clock))
     asked = []
 
-    def forward() -> int:
+    def forward() -> tuple[int, int]:
         asked.append(True)
-        return 10 * KERNELS
+        return KERNELS, 10 * KERNELS
 
     following = Pace("a scan", forward, began=0.0)
     with caplog.at_level(logging.WARNING, logger="osdp"):
@@ -56,13 +59,14 @@ def test_it_says_once_how_long_and_then_how_far(
     assert f"about {expected * KERNELS:,} kernels" in said[0]
     # at the third look, 4 seconds in, three of `expected` parts are done
     assert f"takes about {4 * (expected - 3) / 3 / 60:.0f} min more" in said[0]
+    assert said[0].endswith("a shorter sequence takes less in proportion")
     assert len(said) == 4 and f"{100 * 8 / expected:.0f} % done" in said[1]
 
 
 def test_a_short_capture_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clock = count(0.0, 2.0)
     monkeypatch.setattr(pace, "monotonic", lambda: next(clock))
-    following = Pace("a deep model", lambda: KERNELS // 4, began=0.0)
+    following = Pace("a deep model", lambda: (KERNELS // 4, KERNELS // 4), began=0.0)
     for _ in range(6):
         following.tick()
     assert not caplog.records

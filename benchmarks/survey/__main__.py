@@ -20,6 +20,7 @@ def main() -> None:
     parser = ArgumentParser(prog="python -m benchmarks.survey", description=__doc__)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
     parser.add_argument("--limit", type=int, default=0, help="so many of each kind; 0 for all")
+    parser.add_argument("--every", type=int, default=1, help="every so many-th of them, as a sample (%(default)s)")
     parser.add_argument("--only", default="", help="architectures whose name has this in it, several with commas")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds of a core for each")
     parser.add_argument("--dry-run", action="store_true", help="compare each plan's peak with a dry run's")
@@ -29,7 +30,7 @@ def main() -> None:
     done = _read(options.out)
     if options.again:
         done = {name: row for name, row in done.items() if row["outcome"] in ("not trained", PLANNED)}
-    chosen = _limited(architectures(options.kinds.split(",")), options.limit)
+    chosen = _limited(architectures(options.kinds.split(",")), options.limit)[:: options.every]
     wanted = [part for part in options.only.split(",") if part]
     chosen = [each for each in chosen if not wanted or any(part in each.name for part in wanted)]
     warm_up()

@@ -30,15 +30,18 @@ def _field(config: Any, *names: str, default: int) -> int:
 
 def _tokens(config: Any, *shape: int) -> Tensor:
     special = {
-        v for c in (config, config.get_text_config()) for k, v in vars(c).items() if k.endswith(("_id", "_index"))
+        value
+        for each in (config, config.get_text_config())
+        for key, value in vars(each).items()
+        if key.endswith(("_id", "_index")) and isinstance(value, int)
     }
     vocab = _field(config.get_text_config(), "vocab_size", default=100)
     usual = [token for token in range(3, vocab) if token not in special][:64]
     return torch.tensor(usual)[torch.randint(0, len(usual), shape)]
 
 
-def examples(kind: str, model: nn.Module) -> Iterator[Example]:
-    torch.manual_seed(1)
+def examples(kind: str, model: nn.Module, seed: int = 1) -> Iterator[Example]:
+    torch.manual_seed(seed)
     config: Any = model.config
     yield from {"image": _image, "audio": _audio, "image-text": _image_text}.get(kind, _text)(config, model)
 
@@ -94,7 +97,7 @@ def _image_text(config: Any, model: nn.Module) -> Iterator[Example]:
 
 
 def _image_inputs(config: Any, model: nn.Module) -> Iterator[Example]:
-    vision = getattr(config, "vision_config", config)
+    vision = getattr(config, "vision_config", None) or config
     if "image_grid_thw" in takes(model):
         patch, merge = _field(vision, "patch_size", default=14), _field(vision, "spatial_merge_size", default=2)
         time = _field(vision, "temporal_patch_size", default=1)

@@ -121,7 +121,7 @@ class _Asked:
     def watched_runner(self, mode: FakeTensorMode, short: Short | None) -> Runner:
         """A runner that says how long it will take if that is long; see [Note: Pace]."""
 
-        def kernels() -> int | None:
+        def kernels() -> tuple[int, int] | None:
             return forward_kernels(lambda other: self.runner(other, short))
 
         return replace(self.runner(mode, short), pace=Pace(self.name, kernels))

@@ -29,11 +29,12 @@ class Pace:
     """Follows the traces of one capture; `forward_kernels` counts those of a forward, see [Note: Pace]."""
 
     name: str
-    forward_kernels: Callable[[], int | None]
+    forward_kernels: Callable[[], tuple[int, int] | None]
     began: float = field(default_factory=monotonic)
     _done: int = 0
     _said: float | None = None
     _expected: int | None = None
+    _grows: bool = False  # the number of kernels with the length
 
     def tick(self) -> None:
         """So many kernels more were traced."""
@@ -43,8 +44,8 @@ class Pace:
             return
         first, self._said = self._said is None, now
         if first:
-            forward = self.forward_kernels()
-            self._expected = None if forward is None else _FORWARDS * forward
+            short, forward = self.forward_kernels() or (0, 0)
+            self._expected, self._grows = _FORWARDS * forward or None, forward > 2 * short
         if self._expected is None:
             return
         left = (now - self.began) * max(0, self._expected - self._done) / self._done
@@ -52,9 +53,9 @@ class Pace:
             self._expected = None  # it ends before there is more to say
         elif first:
             _log.warning(
-                "osdp: capturing %s takes about %s more: it has about %s kernels, traced one by one (%s). What runs "
-                "once a token makes traces long: a shorter sequence takes less in proportion",
+                "osdp: capturing %s takes about %s more: it has about %s kernels, traced one by one (%s)%s",
                 *(self.name, _duration(left), f"{self._expected:,}", place_of(sys._getframe(1))),
+                "; some run once a token, so a shorter sequence takes less in proportion" if self._grows else "",
             )
         else:
             share = min(0.99, self._done / self._expected)

@@ -216,8 +216,10 @@ def _recomputed(
     return trace, found
 
 
-def forward_kernels(make: Callable[[FakeTensorMode], Runner]) -> int | None:
-    """The kernels of one forward, from those at two short lengths; None where inputs have no length, or it fails.
+def forward_kernels(make: Callable[[FakeTensorMode], Runner]) -> tuple[int, int] | None:
+    """The kernels of one forward at a short length and at the inputs' own, from those at two short ones.
+
+    None where inputs have no length, or a forward fails.
 
     It may be called in the middle of a trace; see [Note: Pace].
     """
@@ -234,7 +236,7 @@ def forward_kernels(make: Callable[[FakeTensorMode], Runner]) -> int | None:
     except Exception:
         return None  # then nothing is said
     slope = (counts[1] - counts[0]) / (LENGTHS[1] - LENGTHS[0])
-    return int(counts[0] + slope * (length - LENGTHS[0]))
+    return counts[0], int(counts[0] + slope * (length - LENGTHS[0]))
 
 
 def _kernels_at(run: Runner, inputs: Any) -> int:
