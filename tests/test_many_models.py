@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from image_models import ConvNeXt, ResNet, ResNet50, UNet
+from image_models import ConvNeXt, ResNet, UNet
 from many_models import (
     LENGTH,
     MANY,
