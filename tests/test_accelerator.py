@@ -109,6 +109,7 @@ def test_a_step_on_a_device_with_streams_has_no_race(accumulation: int) -> None:
         splits=((3, 2), (1, 1)),
         accumulation=accumulation,
         reduce_once=(True, False) if accumulation > 1 else (False,),
+        all_reduce_once=(accumulation > 1,),
     )
     (found,) = run_ranks(1, on_a_stand_in, plan, False)
     assert found["own"] == found["device"] == "standin:0" and found["engine"] == "fsdp2"

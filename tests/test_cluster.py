@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osdp.cluster import GROUPS, KINDS, Cluster, Device, Link, Measured, device, devices, wire_bytes
+from osdp.engine import ASYNC_GLOO, STOCK
 from osdp.errors import UsageError
 
 GIB = 1024**3
@@ -210,6 +211,20 @@ def test_a_collective_measured_twice_is_refused() -> None:
     entry = Measured("all_gather", "world", 0.0, 1e9)
     with pytest.raises(UsageError, match="all_gather in world is measured twice"):
         small(1, 2, entry, entry)
+
+
+def test_the_engine_is_a_field_and_stock_fsdp2_hides_nothing_on_cpus() -> None:
+    usual, stock = (Cluster.of("CPU", nodes=2, devices_per_node=2, engine_name=name) for name in (None, "fsdp2"))
+    assert (usual.engine, stock.engine, Cluster.parse("A100-80GB").engine) == (ASYNC_GLOO, STOCK, STOCK)
+    assert usual.has_two_levels and not stock.has_two_levels
+    assert (usual.overlap > 0, stock.overlap) == (True, 0.0)
+    for cluster in (usual, stock):
+        assert cluster.to_dict()["engine"] == cluster.engine.name
+        assert Cluster.from_dict(cluster.to_dict()) == cluster
+    table = {key: value for key, value in stock.to_dict().items() if key != "overlap"}
+    assert Cluster.from_dict(table) == stock
+    with pytest.raises(UsageError, match="engine"):
+        Cluster.from_dict({**table, "engine": "mpi"})
 
 
 @given(clusters)

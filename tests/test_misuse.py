@@ -2,7 +2,7 @@
 
 - An optimizer of before `parallelize` is refused at its first step, one of after it is not.
 - A model that is compiled, checkpoints itself, or is parallelized already is refused.
-- A batch larger than planned is warned of once, with its predicted peak.
+- A batch larger than planned is warned of once, with its predicted peak; so is another engine than planned.
 - A second backward of a graph that is retained adds the gradients once more, as in a single process.
 - torch's own clipping works on mixed meshes, and clips as in a single process.
 - `osdp train` on a folder with weights begins with them.
@@ -27,6 +27,7 @@ from trained import EVERY_MODE, close, sgd
 
 import osdp
 from osdp.cost.units import OPERATORS
+from osdp.engine import ENGINES
 from osdp.errors import UsageError
 from osdp.model.source import load_model
 from osdp.planfile import Plan
@@ -61,6 +62,12 @@ def misused(plan: Plan) -> dict[str, Any]:
             model(*data(9, seed=0))
     found["warnings"] = [str(each.message) for each in warned if "planned" in str(each.message)]
     found["twice back"] = backward_twice(osdp.parallelize(built(Model), plan))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for engine in ENGINES.values():
+            cluster = replace(plan.cluster, engine_name=engine.name)
+            osdp.parallelize(built(Model), replace(plan, cluster=cluster))
+    found["other engine"] = [str(each.message) for each in warned if "engine" in str(each.message)]
     return found
 
 
@@ -74,7 +81,7 @@ def backward_twice(model: nn.Module) -> dict[str, Tensor | None]:
 def test_misuse_is_told() -> None:
     plan = osdp.plan(built(Model), data(2, seed=0), "2xCPU", batch=2, precision="fp32", optimizer="sgd")
     plan = replace(plan, predicted=replace(plan.predicted, limit_bytes=plan.predicted.peak_bytes + 1000))
-    for found in run_ranks(2, misused, plan):
+    for rank, found in enumerate(run_ranks(2, misused, plan)):
         assert "compiled model: call osdp.parallelize on the model itself" in found["compiled"]
         assert "is parallelized already" in found["twice"]
         assert "AdamW was made before osdp.parallelize: 14 of its 14 parameters" in found["early optimizer"]
@@ -84,6 +91,8 @@ def test_misuse_is_told() -> None:
         assert "above the limit" in warning
         for name, gradient in backward_twice(built(Model)).items():
             close(found["twice back"][name], gradient, name)
+        assert len(found["other engine"]) == (1 if rank == 0 else 0)
+        assert all("made for the engine fsdp2 and runs on async-gloo" in each for each in found["other engine"])
 
 
 def test_the_predicted_peak_of_a_larger_batch_is_close_to_that_of_its_own_plan() -> None:

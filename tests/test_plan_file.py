@@ -122,6 +122,12 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another name": ({"name": "blocks.9"}, "unit 'blocks.9' is not named after its first module, 'blocks.0'"),
     "a module of another unit": ({"modules": ["blocks.0", "embed"]}, "module 'embed' is in two units"),
     "two levels": ({"two_levels": True}, "is exchanged on two levels, which free on 2x4xA100-40GB is not"),
+    "two granularities": ({"granularity": "parts"}, "block 'blocks.0' is gathered in two granularities"),
+    "all-reduced once": ({"all_reduce_once": True}, "is all-reduced across nodes once a step, which free is not"),
+    "reduced twice once": (
+        {"all_reduce_once": True, "reduce_once": True, "mode": "keep_in_node"},
+        "is reduced once a step, so it cannot be reduced in the node more often",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from osdp.cost.graph import step_graph
 from osdp.cost.layout import Layout
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
-from osdp.cost.units import WHOLE, Option
+from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.errors import DoesNotFit, UsageError
 from osdp.infeasible import Measured, nothing_fits
 from osdp.model.graph import ModelGraph, TensorOperator
@@ -413,6 +413,7 @@ def uncalled_parameters(graph: ModelGraph, layout: Layout) -> dict[str, int]:
 def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
     """The plan's units, in the order in which forward enters them."""
     recomputed = {shaped.stage.name: shaped.shape.recompute for shaped in layout.shaped if shaped.stage.is_block}
+    granularity = {shaped.stage.name: shaped.shape.granularity for shaped in layout.shaped if shaped.stage.is_block}
     rows = sorted(
         zip(layout.units, options, layout.places, strict=True),
         key=lambda row: (row[2].enter is None, row[2].enter or 0),
@@ -430,6 +431,7 @@ def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
             two_levels=option.two_levels,
             parameters=unit.numel,
             all_reduce_once=option.all_reduce_once,
+            granularity=granularity.get(unit.block or "", OPERATORS),
         )
         for unit, option, _ in rows
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+EngineName = Literal["fsdp2", "async-gloo"]  # in plan and cluster files
 
 
 @dataclass(frozen=True)
@@ -13,16 +16,16 @@ class Engine:
     `reduces_before_waiting`: a reduction begins before the one before it is waited for.
     """
 
-    name: str
+    name: EngineName
     gathers_before_waiting: bool
     reduces_before_waiting: bool
 
 
 STOCK = Engine("fsdp2", gathers_before_waiting=False, reduces_before_waiting=False)
 ASYNC_GLOO = Engine("async-gloo", gathers_before_waiting=True, reduces_before_waiting=True)
-ENGINES = {engine.name: engine for engine in (STOCK, ASYNC_GLOO)}
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (STOCK, ASYNC_GLOO)}
 
 
 def engine_for(*, is_cpu: bool, backend: str = "gloo") -> Engine:
-    """The only place where the engine is chosen. On CPUs stock FSDP2 waits for every collective of gloo's."""
+    """The engine where none is named. On CPUs stock FSDP2 waits for every collective of gloo's."""
     return ASYNC_GLOO if is_cpu and backend == "gloo" else STOCK

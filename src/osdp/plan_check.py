@@ -44,6 +44,7 @@ def check_plan(plan: Plan) -> None:
 def _contradictions(plan: Plan) -> Iterator[str]:
     """Where a plan's fields do not go together, in sentences without a remedy."""
     owners: dict[str, str] = {}
+    granularity: dict[str, str] = {}
     recompute: dict[str, Recompute] = {}
     for unit in plan.units:
         yield from _contradictions_of_unit(unit)
@@ -51,6 +52,8 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             if module in owners:
                 yield f"module {module!r} is in two units, {owners[module]!r} and {unit.name!r}"
             owners[module] = unit.name
+        if unit.block is not None and granularity.setdefault(unit.block, unit.granularity) != unit.granularity:
+            yield f"block {unit.block!r} is gathered in two granularities, as in {unit.name!r}"
         if unit.block is not None and recompute.setdefault(unit.block, unit.recompute) != unit.recompute:
             yield f"block {unit.block!r} is recomputed in some of its units but not in all alike, as in {unit.name!r}"
         if unit.recompute is Recompute.SELECTIVE and (unit.name != unit.block or unit.splits > 1):

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from msgspec import Meta
 
@@ -28,6 +28,7 @@ MOST_SPLITS = 16
 Samples = Annotated[int, Meta(ge=1, le=1 << 32)]  # a tiny model on a large device may take many
 Whole = Annotated[int, Meta(ge=0, le=1 << 60)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
+Granularity = Literal["whole", "parts", "operators"]
 NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 
 
@@ -60,7 +61,8 @@ class PlanUnit:
     belongs to, `recompute` how that block's activations are recomputed. With `reduce_once`, gradients of several
     micro-batches are reduced together after the last one; with `all_reduce_once`, each micro-batch reduce-scatters
     within the node, and only the last one all-reduces across nodes. With `two_levels`, what is exchanged over all ranks
-    goes across nodes and through each node in two steps.
+    goes across nodes and through each node in two steps. `granularity` is how the block is gathered, the same for all
+    of its units; see [Note: Granularity] in osdp.cost.units. Outside blocks it is "operators".
     """
 
     name: str
@@ -74,6 +76,7 @@ class PlanUnit:
     two_levels: bool
     parameters: Whole
     all_reduce_once: bool = False
+    granularity: Granularity = "whole"
 
     @property
     def sharding(self) -> ShardingMode:

@@ -17,7 +17,7 @@ from typing import Any
 
 import tomli_w
 
-from osdp.cluster.clusterfile import cluster_table, read_cluster
+from osdp.cluster.clusterfile import cluster_table, read_cluster, usual_overlap
 from osdp.cluster.collective_rates import nccl_seconds, route
 from osdp.cluster.device import Device, device, link_efficiency
 from osdp.cluster.link import GROUPS, KINDS, Link, Measured, require_word, wire_bytes
@@ -26,7 +26,7 @@ from osdp.cluster.reserve import memory_for, reserve_of
 from osdp.cluster.schema import MOST_DEVICES, Count, HostSeconds, MemoryBytes, Part, Reserve
 from osdp.cluster.sizes import parse_bytes
 from osdp.cluster.slowest import expected_largest
-from osdp.engine import Engine, engine_for
+from osdp.engine import ASYNC_GLOO, ENGINES, Engine, EngineName, engine_for
 from osdp.errors import UsageError
 from osdp.files import check_fields, read_toml
 
@@ -43,7 +43,8 @@ class Cluster:
     The host's own time is `unit_overhead_seconds` for a unit's forward, or its backward, and
     `collective_overhead_seconds` for one gather or reduction of a unit, `tensor_seconds` for every parameter in it and
     `copy_byte_seconds`, on top of the memory's rate, for every byte that is copied beside it.
-    A profile measures these, and times `stages` and `optimizers`.
+    A profile measures these, and times `stages` and `optimizers`. `engine_name` says which engine runs plans: where it
+    is not given, the one that the runtime takes on such devices.
     """
 
     nodes: Count
@@ -62,8 +63,11 @@ class Cluster:
     stages: tuple[TimedStage, ...] = ()
     optimizers: tuple[TimedOptimizer, ...] = ()
     name: str = ""
+    engine_name: EngineName | None = None
 
     def __post_init__(self) -> None:
+        if self.engine_name is None:
+            object.__setattr__(self, "engine_name", engine_for(is_cpu=self.device.is_cpu).name)
         if isinstance(self.overlap, bool):
             object.__setattr__(self, "overlap", float(self.overlap))
         check_fields(self, remedy="correct the cluster")
@@ -93,6 +97,7 @@ class Cluster:
         overlap: float | None = None,
         reserve_fraction: float | None = None,
         name: str = "",
+        engine_name: EngineName | None = None,
     ) -> Cluster:
         """A cluster of one kind of device; what is not given is the device's own."""
         chosen = device(device_name) if isinstance(device_name, str) else device_name
@@ -104,9 +109,10 @@ class Cluster:
             node_link=chosen.node_link if node_link is None else node_link,
             network=chosen.network if network is None else network,
             measured=tuple(measured),
-            overlap=chosen.overlap if overlap is None else overlap,
+            overlap=usual_overlap(chosen, engine_name) if overlap is None else overlap,
             reserve_fraction=reserve_fraction,
             name=name,
+            engine_name=engine_name,
         )
 
     @classmethod
@@ -164,7 +170,7 @@ class Cluster:
 
         On gloo, where that is ours to choose; NCCL has its own way.
         """
-        return self.device.is_cpu and self.nodes > 1 and self.devices_per_node > 1
+        return self.engine == ASYNC_GLOO and self.nodes > 1 and self.devices_per_node > 1
 
     @property
     def total_bytes(self) -> int:
@@ -260,7 +266,8 @@ class Cluster:
     @property
     def engine(self) -> Engine:
         """What runs a plan's collectives: gloo's are carried out beside the computation by the runtime itself."""
-        return engine_for(is_cpu=self.device.is_cpu)
+        assert self.engine_name is not None
+        return ENGINES[self.engine_name]
 
     def busy_fraction(self, kind: str, group: str) -> float:
         """What a collective takes from the computation beside it, beyond `overlap`: as measured, or the device's."""

@@ -8,6 +8,7 @@ A cluster file, with everything but the first lines optional:
     device = "A100-80GB"        # a catalogue name, or a [device] table below
     memory = "40GiB"            # of each device, if not the device's own
     reserve_fraction = 0.06     # of that memory, not planned with; without it, what the device's figures say
+    engine = "async-gloo"       # what runs plans: fsdp2 (stock), async-gloo; without it, what the runtime takes there
     overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
     unit_overhead_seconds = 0.0         # the host's time for a unit's forward, and for its backward
     collective_overhead_seconds = 0.0      # the host's time for one gather or reduction, beside the collective's own
@@ -64,6 +65,7 @@ from osdp.cluster.link import Link, Measured
 from osdp.cluster.measured import TimedOptimizer, TimedStage
 from osdp.cluster.schema import Count, HostSeconds, MemoryBytes, Part, Reserve
 from osdp.cluster.sizes import parse_bytes
+from osdp.engine import STOCK, EngineName
 from osdp.errors import UsageError
 from osdp.files import convert, plain
 
@@ -71,8 +73,8 @@ if TYPE_CHECKING:
     from osdp.cluster.cluster import Cluster
 
 _REMEDY = "correct it"
-_LISTS = {"collective": "measured", "optimizer": "optimizers", "stage": "stages"}
-"""Lists by their name in a file, where [[collective]] is one of them, and in a `Cluster`."""
+_NAMES = {"collective": "measured", "optimizer": "optimizers", "stage": "stages", "engine": "engine_name"}
+"""What is named otherwise in a file, where [[collective]] is one of a list, than in a `Cluster`."""
 
 
 class ClusterTable(msgspec.Struct, kw_only=True):
@@ -90,6 +92,7 @@ class ClusterTable(msgspec.Struct, kw_only=True):
     collective_overhead_seconds: HostSeconds = 0.0
     tensor_seconds: HostSeconds = 0.0
     copy_byte_seconds: HostSeconds = 0.0
+    engine: EngineName | None = None
     node_link: Link | None = None
     network: Link | None = None
     collective: tuple[Measured, ...] = ()
@@ -111,11 +114,15 @@ def read_cluster(table: object) -> dict[str, Any]:
     """The fields of a `Cluster`, from its table; links, overlap and reserve default to the device's."""
     read = convert(ClusterTable, table, name="cluster", remedy=_REMEDY)
     chosen = device(read.device) if isinstance(read.device, str) else read_device(read.device)
-    fields = {_LISTS.get(name, name): getattr(read, name) for name in read.__struct_fields__ if name != "memory"}
-    for name in ("overlap", "node_link", "network"):
-        if fields[name] is None:
-            fields[name] = getattr(chosen, name)
+    fields = {_NAMES.get(name, name): getattr(read, name) for name in read.__struct_fields__ if name != "memory"}
+    own = {"overlap": usual_overlap(chosen, read.engine), "node_link": chosen.node_link, "network": chosen.network}
+    fields |= {name: value for name, value in own.items() if fields[name] is None}
     return {**fields, "device": chosen, "memory_bytes": _memory(read.memory, read.memory_bytes, "")}
+
+
+def usual_overlap(chosen: Device, engine: EngineName | None) -> float:
+    """How far collectives hide on a device: not at all where stock FSDP2 waits for each of them, on CPUs."""
+    return 0.0 if chosen.is_cpu and engine == STOCK.name else chosen.overlap
 
 
 def read_device(table: dict[str, Any]) -> Device:
@@ -141,6 +148,6 @@ def _memory(memory: str | int | None, memory_bytes: int | None, place: str) -> i
 
 def cluster_table(cluster: Cluster) -> dict[str, Any]:
     """The table that reads back as this cluster, with every figure of the device: it needs no catalogue."""
-    names = {field: name for name, field in _LISTS.items()}
+    names = {field: name for name, field in _NAMES.items()}
     table = {names.get(field, field): value for field, value in plain(cluster).items()}
     return {key: table[key] for key in ("name", *table) if table[key] is not None}

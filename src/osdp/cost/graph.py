@@ -23,7 +23,7 @@ from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.errors import UsageError
-from osdp.model.graph import ModelGraph
+from osdp.model.graph import ModelGraph, Stage
 from osdp.planfile import Plan, PlanUnit
 from osdp.recompute import Recompute
 from osdp.search.problem import (
@@ -318,19 +318,13 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
     planned = {unit.name: unit for unit in plan.units}
     chosen: list[Shape] = []
     for index, stage in enumerate(graph.stages):
-        mine = {unit.name for unit in plan.units if stage.is_block and unit.block == stage.name}
-        again = [unit.recompute for unit in plan.units if unit.recompute and unit.block == stage.name]
-        if not stage.is_block and any(unit.recompute for unit in plan.units):
-            again = [Recompute.FULL]
-        how = again[0] if again else Recompute.NONE
-        fitting = [s for s in shapes.of(index) if not stage.is_block or _names(shapes, index, s) == mine]
-        fitting = [s for s in fitting if s.recompute is how] or ([] if stage.is_block else fitting)
-        if not fitting:
+        shape = _planned_shape(plan, stage, shapes.of(index))
+        if shape is None or (stage.is_block and _names(shapes, index, shape) != _planned_names(plan, stage)):
             raise UsageError(
-                f"the plan's units of {stage.name} ({', '.join(sorted(mine)) or 'none'}) "
+                f"the plan's units of {stage.name} ({', '.join(sorted(_planned_names(plan, stage))) or 'none'}) "
                 "do not fit this model; plan again"
             )
-        chosen.append(fitting[0])
+        chosen.append(shape)
     layout = shapes.layout(chosen)
     options = []
     for unit in layout.units:
@@ -344,6 +338,22 @@ def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
 def _option(unit: PlanUnit) -> Option:
     late = {"reduce_once": unit.reduce_once, "all_reduce_once": unit.all_reduce_once}
     return Option(unit.sharding, unit.splits, max(unit.sharded_splits, 1), two_levels=unit.two_levels, **late)
+
+
+def _planned_shape(plan: Plan, stage: Stage, shapes: Sequence[Shape]) -> Shape | None:
+    """The shape that a plan gives to a stage; outside blocks the one that goes with what blocks do."""
+    if not stage.is_block:
+        how = Recompute.FULL if any(unit.recompute for unit in plan.units) else Recompute.NONE
+        return next((shape for shape in shapes if shape.recompute is how), shapes[0])
+    own = next((unit for unit in plan.units if unit.block == stage.name), None)
+    if own is None:
+        return None
+    shape = Shape(own.granularity, own.recompute)
+    return shape if shape in shapes else None
+
+
+def _planned_names(plan: Plan, stage: Stage) -> set[str]:
+    return {unit.name for unit in plan.units if unit.block == stage.name}
 
 
 def _names(shapes: Shapes, stage: int, shape: Shape) -> set[str]:

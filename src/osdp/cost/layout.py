@@ -18,7 +18,7 @@ import numpy as np
 from osdp.cost.lifetimes import COPY, ISSUE, Places, Position
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Segment, Stage, Trace
-from osdp.planfile import backward_order
+from osdp.planfile import Granularity, backward_order
 from osdp.recompute import Recompute
 
 NOWHERE = -1
@@ -26,7 +26,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Shape:
-    granularity: str
+    granularity: Granularity
     recompute: Recompute = Recompute.NONE
 
 

@@ -21,10 +21,11 @@ from functools import cached_property, lru_cache
 from osdp.cluster import Cluster
 from osdp.cost.sharding import shard_dim
 from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
+from osdp.planfile import Granularity
 from osdp.sharding import FREE, KEEP, MODES, REPLICATE, Scope, ShardingMode
 
-WHOLE, PARTS, OPERATORS = "whole", "parts", "operators"
-GRANULARITIES = (WHOLE, PARTS, OPERATORS)
+GRANULARITIES: tuple[Granularity, ...] = ("whole", "parts", "operators")
+WHOLE, PARTS, OPERATORS = GRANULARITIES
 SLICES = (2, 4, 8, 16)
 SMALL_SHARE = 0.02  # an operator below this share of its block's parameters is gathered with the block
 LARGE_NUMEL = 1 << 22  # operators from this size on may be split
@@ -182,7 +183,7 @@ def modes_for(cluster: Cluster) -> tuple[ShardingMode, ...]:
     return MODES
 
 
-def stage_units(graph: ModelGraph, stage: Stage) -> dict[str, tuple[Unit, ...]]:
+def stage_units(graph: ModelGraph, stage: Stage) -> dict[Granularity, tuple[Unit, ...]]:
     """The units of a stage at each granularity that it has, in the order in which forward enters them."""
     if not stage.is_block:
         return {OPERATORS: _outside_units(graph, stage)}
@@ -199,8 +200,8 @@ def stage_units(graph: ModelGraph, stage: Stage) -> dict[str, tuple[Unit, ...]]:
         for part in stage.parts
         if not any((name + ".").startswith(part + ".") for name in _tied_owners(operators, tied))
     ]
-    choices: dict[str, list[str]] = {WHOLE: [], PARTS: parts, OPERATORS: large}
-    found: dict[str, tuple[Unit, ...]] = {}
+    choices: dict[Granularity, list[str]] = {WHOLE: [], PARTS: parts, OPERATORS: large}
+    found: dict[Granularity, tuple[Unit, ...]] = {}
     for granularity, modules in choices.items():
         units = _block_units(graph, stage, modules)
         if granularity == WHOLE or (units not in found.values() and len(units) > 1 and not is_any_unused(graph, units)):

@@ -50,6 +50,7 @@ def _changed(plan: Plan, *, mode: str, recompute: Recompute = Recompute.NONE, sp
             sharded_splits=splits if unit.name in ("tokens", "head") and len(unit.modules) == 1 else 1,
             two_levels=False,
             reduce_once=False,
+            all_reduce_once=False,
         )
         for unit in plan.units
     ]

@@ -110,7 +110,7 @@ def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
         if unit.block is None:
             units[unit.name] = unit
         elif unit.block not in units:
-            units[unit.block] = replace(unit, name=unit.block, modules=(unit.block,))
+            units[unit.block] = replace(unit, name=unit.block, modules=(unit.block,), granularity="whole")
         else:
             merged += 1
             have = units[unit.block]

@@ -20,7 +20,7 @@ from osdp.cost.units import WHOLE, Option
 from osdp.model.gpt import Block
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, output_loss
-from osdp.planfile import unpriced_plan
+from osdp.planfile import Granularity, unpriced_plan
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import typical
 from osdp.runtime.apply import parallelize
@@ -66,7 +66,7 @@ class Stack:
     Each block is a unit, or by operators several.
     """
 
-    def __init__(self, width: int, batch: int, device: torch.device, granularity: str = WHOLE) -> None:
+    def __init__(self, width: int, batch: int, device: torch.device, granularity: Granularity = WHOLE) -> None:
         self.width, self.batch, self._device = width, batch, device
         graph = by_rank_0(lambda: _captured(width))
         self._stages = graph.stages

@@ -41,7 +41,7 @@ from osdp.runtime.async_comm import Reductions
 from osdp.runtime.clip import scale_to, torch_norm
 from osdp.runtime.collectives import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter
 from osdp.runtime.compiled import compile_blocks
-from osdp.runtime.consistency import check_model, check_ranks, check_weights
+from osdp.runtime.consistency import check_model, check_ranks, check_weights, say_other_engine
 from osdp.runtime.larger_layout import check_mesh, model_ranks, remember_ranks
 from osdp.runtime.local import local_tensor
 from osdp.runtime.meshes import Meshes, meshes_of
@@ -116,9 +116,12 @@ def parallelize(
     check_mesh(model, plan, mesh)
     before = list(model.parameters())
     device = training_device(model, device)
-    engine = engine or running_engine(device)
+    running = running_engine(device)
     group = None if mesh is None else mesh.get_group()
     check_ranks(plan, group)
+    if engine is None:
+        say_other_engine(plan, running)
+    engine = engine or running
     if plan.loss_chunks > 1:
         chunk_loss(model, plan.loss_chunks)
     give_scalars_a_dimension(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from osdp.engine import Engine
 from osdp.errors import OsdpError, UsageError
 from osdp.model.structure import split_dim
 from osdp.plan_check import Held, misfit
@@ -52,6 +54,17 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
         raise UsageError(
             f"rank {', '.join(others)} has another plan than rank 0; give every rank the same plan file, or call"
             " osdp.plan on all ranks, where rank 0 plans for all"
+        )
+
+
+def say_other_engine(plan: Plan, running: Engine) -> None:
+    """Warns, on rank 0, that the plan's memory and seconds are those of another engine than the one that runs it."""
+    planned = plan.cluster.engine
+    if planned != running and dist.get_rank() == 0:
+        warnings.warn(
+            f"the plan was made for the engine {planned.name} and runs on {running.name}: its predictions do not hold;"
+            f' plan for a cluster with engine = "{running.name}"',
+            stacklevel=3,
         )
 
 
