@@ -31,7 +31,7 @@ from osdp.cluster import GROUPS, KINDS, Cluster, Measured
 from osdp.cluster.measured import between
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
-from osdp.cost.training import OPTIMIZERS, Training
+from osdp.cost.training import TIMED_OPTIMIZERS, Training
 from osdp.cost.units import OPERATORS, WHOLE
 from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
@@ -321,7 +321,7 @@ def test_a_plan_with_a_profile_predicts_what_was_timed(tmp_path: Path) -> None:
     cluster = Cluster.from_toml(file)
     assert cluster.to_dict() == document["cluster"] and cluster.word == "2xCPU"
     assert [(each.kind, each.group) for each in cluster.measured] == [(kind, "world") for kind in KINDS]
-    assert {each.name for each in cluster.optimizers} == set(OPTIMIZERS)
+    assert {each.name for each in cluster.optimizers} == set(TIMED_OPTIMIZERS)
     assert all(0 <= each <= 1 for each in (cluster.overlap, *(c.busy_fraction for c in cluster.measured)))
     assert cluster.device.matmul_efficiency == 1.0
 

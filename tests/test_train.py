@@ -145,6 +145,29 @@ def test_an_interrupted_run_goes_on_with_other_ranks(
     assert list(curve.values()) == pytest.approx([expected[number] for number in curve], abs=2e-4)
 
 
+@FSDP2_WARNS
+def test_fp16_scales_its_loss_skips_what_overflows_and_resumes_with_the_scale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def curve(*options: str) -> dict[int, tuple[float, float | None]]:
+        given = ("tiny_lm:build", "--lr", "3e-3", "--json", "--quiet", "--global-batch", "4", "--modes", "free")
+        assert main(["train", *given, *options]) == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        return {e["number"]: (e["loss"], e["gradient_norm"]) for e in events if e["event"] == "step"}
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    truth = curve("--precision", "fp32", "--steps", "12")
+    whole = curve("--precision", "fp16", "--steps", "12")
+    skipped = [number for number, (_, norm) in whole.items() if norm is None]
+    assert skipped == list(range(1, len(skipped) + 1)) and 0 < len(skipped) < 6  # the first scale is too large
+    lag = [whole[number + len(skipped)][0] for number in range(1, 13 - len(skipped))]
+    assert lag == pytest.approx([truth[number][0] for number in range(1, 13 - len(skipped))], rel=0.1)
+    saved = ("--checkpoint", str(tmp_path), "--precision", "fp16")
+    first = curve(*saved, "--steps", "7")
+    rest = curve(*saved, "--steps", "12", "--resume")
+    assert {**first, **rest} == whole
+
+
 def test_sigterm_without_a_folder_ends_with_143() -> None:
     with running(alone(*SAME, "--global-batch", "4", "--no-split", "--no-recompute")) as (process,):
         process.wait_for_step(3)

@@ -129,7 +129,7 @@ def _head(document: Document, chance: random.Random) -> tuple[str, bool]:
         ("batch_size", (0, -1, 2**33, 2**63)),
         ("accumulation", (0, -1, 2**33, 2**63)),
         ("precision", ("fp8", "", "FP32")),
-        ("optimizer", ("adam", "", "lion")),
+        ("optimizer", ("adam", "", "muon")),
         ("reduce_dtype", ("fp16", "")),
     )
     key, values = chance.choice(changes)

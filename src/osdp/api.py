@@ -66,7 +66,7 @@ def plan(
     split: bool = True,
     recompute: bool | str = AUTO,
     compiled: bool = False,
-    loss_chunks: int = 1,
+    loss_chunks: int | str = 1,
     loss: Callable[[Any], Tensor] | None = None,
     name: str | None = None,
     seq_len: int | None = None,
@@ -81,20 +81,33 @@ def plan(
     """Finds the plan with the most samples per second that fits the memory, and proves it.
 
     `cluster` is one, a word such as 8xA100-80GB or a file; without it the ranks that run are planned for.
-    `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the micro-
-    batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
+    `example_inputs` is a tuple, a dict, or a function of the batch size that returns both. `batch` fixes the
+    micro-batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
     devices. `pin` holds units to modes by name pattern, `modes` restricts all. `recompute` is none, selective or full
     for every block, or auto for the best of each. With `compiled`, `osdp.parallelize` compiles every block, which is
-    one unit then. With `loss_chunks`, the model computes its loss in so many chunks from now on; see
-    `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from the prediction, the
-    search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest peak and what would
-    help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
+    one unit then. With `loss_chunks`, the model computes its loss in so many chunks from now on; auto takes 8 where
+    that is faster; see `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from
+    the prediction, the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest
+    peak and what would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
 
     With `tensor` ranks to every operator and `pipeline` stages, the plan is for the data-parallel dimension that is
     left of the cluster, of the `stage` that is asked for, or of the slowest; see [Note: Outer layout] in
     osdp.cost.outer.
     With `layout="auto"` both degrees are chosen; `on_layout` is told of each that was tried.
     """
+    asked: dict[str, Any] = dict(locals())
+    if loss_chunks == AUTO:
+        from osdp.loss_choice import plan_either
+
+        asked |= {"modes": modes and tuple(modes), "pin": read_pins(pin)}
+
+        def with_chunks(model: nn.Module, chunks: int) -> Plan:
+            changed: dict[str, Any] = {"model": model, "loss_chunks": chunks}
+            return plan(**(asked | changed))
+
+        return plan_either(model, with_chunks)
+    if not isinstance(loss_chunks, int):
+        raise UsageError(f"loss_chunks is {loss_chunks!r}, but must be a whole number or auto")
     from osdp.model.capture import capture
     from osdp.runtime.consistency import by_rank_0
 

@@ -130,10 +130,8 @@ def chunk_loss(model: nn.Module, chunks: int) -> nn.Module:
     """
     from osdp.model.gpt import GPT
 
-    head = model.head if isinstance(model, GPT) else None
-    if type(model).__name__ in HUGGING_FACE:
-        head = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    head = _head_of(model)
+    if head is None:
         raise UsageError(
             f"the loss of a {type(model).__name__} is not known to be the cross entropy of a head without bias, so it"
             f" cannot be computed in chunks; known are GPT, {', '.join(HUGGING_FACE)}: call"
@@ -148,6 +146,21 @@ def chunk_loss(model: nn.Module, chunks: int) -> nn.Module:
     assert isinstance(head, ChunkedHead)
     head.chunks = chunks
     return model
+
+
+def can_chunk(model: nn.Module) -> bool:
+    """Whether `chunk_loss` knows the model's loss."""
+    return _head_of(model) is not None
+
+
+def _head_of(model: nn.Module) -> nn.Linear | None:
+    """The head whose cross entropy is the model's loss, if it is known."""
+    from osdp.model.gpt import GPT
+
+    head = model.head if isinstance(model, GPT) else None
+    if type(model).__name__ in HUGGING_FACE:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    return head if isinstance(head, nn.Linear) and head.bias is None else None
 
 
 def _take_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

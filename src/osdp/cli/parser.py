@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from osdp.cost.training import optimizer_cost
 from osdp.errors import UsageError
 from osdp.planfile import MOST_SAMPLES, MOST_TOKENS
 
@@ -99,3 +100,9 @@ def toml_path(text: str) -> Path:
     if path.suffix != ".toml":
         raise UsageError(f"{text!r} does not end in .toml, by which `osdp plan` knows a cluster file; add it")
     return path
+
+
+@checked
+def read_optimizer(text: str) -> str:
+    """One that a plan can run; others are refused with the reason."""
+    return optimizer_cost(text).name

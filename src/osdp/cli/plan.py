@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.output import print_json
-from osdp.cli.parser import Commands, add_model, checked, output_path, samples, tokens
+from osdp.cli.parser import Commands, add_model, checked, output_path, read_optimizer, samples, tokens
 from osdp.cli.progress import shown_progress
 from osdp.cluster import Cluster, format_bytes, parse_bytes, parse_rate
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
@@ -104,7 +104,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=tuple(PRECISIONS),
         default="bf16",
-        help="bf16: computes in bf16, stores fp32; fp32; pure-bf16: all in bf16 (default: %(default)s)",
+        help="bf16 and fp16: computes in that, stores fp32 (fp16 with a gradient scaler, for V100, T4 and older);"
+        " fp32; pure-bf16: all in bf16 (default: %(default)s)",
     )
     group.add_argument(
         "--reduce-dtype",
@@ -112,7 +113,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="gradients on the wire (default: fp32, with pure-bf16 bf16)",
     )
     group.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="its states count (default: %(default)s)"
+        "--optimizer",
+        metavar="NAME",
+        type=read_optimizer,
+        default="adamw",
+        help=f"its states count: {', '.join(OPTIMIZERS)} (default: %(default)s)",
     )
     group.add_argument(
         "--compiled", action="store_true", help="run each block as torch.compile makes it; a block is one unit then"
@@ -122,7 +127,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=chunks,
         default=1,
-        help="compute a language head's loss in N chunks, without its whole logits (default: %(default)s)",
+        help="compute a language head's loss in N chunks, without its whole logits; auto: in 8 where that is faster"
+        " (default: %(default)s)",
     )
     group.add_argument(
         "--batch", metavar="B", type=samples, help="samples of one device at a time (default: the best that fits)"
@@ -192,7 +198,9 @@ def read_pin(text: str) -> tuple[str, str]:
 
 
 @checked
-def chunks(text: str) -> int:
+def chunks(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
     number = samples(text)
     if number > 1024:
         raise UsageError(f"{number} chunks are too many; give 1 to 1024")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from osdp.cli.parser import checked, samples, tokens
+from osdp.cli.parser import checked, read_optimizer, samples, tokens
 from osdp.cluster import Cluster, parse_bytes
-from osdp.cost.training import OPTIMIZERS, PRECISIONS
+from osdp.cost.training import PRECISIONS
 from osdp.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def add_planning(parser: argparse.ArgumentParser, *, global_batch: str) -> argpa
     group.add_argument("--seq-len", metavar="S", type=tokens, help="tokens in a sample (default: the model's own)")
     group.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16, on CPUs fp32")
     group.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="default: fp32, with pure-bf16 bf16")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="default: adamw")
+    group.add_argument("--optimizer", metavar="NAME", type=read_optimizer, help="default: adamw")
     group.add_argument("--batch", metavar="B", type=samples, help="samples of one rank at a time")
     group.add_argument("--global-batch", metavar="G", type=samples, help=f"samples of a step (default: {global_batch})")
     return group

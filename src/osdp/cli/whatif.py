@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from osdp.cli.output import print_json
-from osdp.cli.parser import Commands, add_model, checked, output_path, positive, samples, whole
+from osdp.cli.parser import Commands, add_model, checked, output_path, positive, read_optimizer, samples, whole
 from osdp.cli.plan import add_network
 from osdp.cluster import Cluster
-from osdp.cost.training import OPTIMIZERS, PRECISIONS, Training
+from osdp.cost.training import PRECISIONS, Training
 from osdp.errors import UsageError
 from osdp.planfile import MOST_TOKENS
 
@@ -65,7 +65,7 @@ def add_to(commands: Commands) -> None:
 def add_asked(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training, as in `osdp plan`")
     group.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="default: %(default)s")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="default: %(default)s")
+    group.add_argument("--optimizer", metavar="NAME", type=read_optimizer, default="adamw", help="default: %(default)s")
     group.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="gradients on the wire")
     group.add_argument("--global-batch", metavar="G", type=samples, help="samples of a whole step")
     group.add_argument(

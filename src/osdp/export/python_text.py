@@ -162,7 +162,8 @@ def _selective(blocks: Sequence[str]) -> str:
 
 
 def _policy(plan: Plan) -> str:
-    param = "param_dtype=torch.bfloat16, " if plan.precision == "bf16" else ""
+    names = {"bf16": "param_dtype=torch.bfloat16, ", "fp16": "param_dtype=torch.float16, "}
+    param = names.get(plan.precision, "")
     reduce = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[plan.reduce_dtype]
     return f"{param}reduce_dtype={reduce}"
 

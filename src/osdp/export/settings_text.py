@@ -88,7 +88,7 @@ def accelerate_text(plan: Plan, head: str, model: nn.Module) -> str:
         classes=",".join(classes),
         reshard=str(any(unit.mode == FREE for unit in blocks)).lower(),
         recompute=str(any(unit.recompute for unit in blocks)).lower(),
-        precision="bf16" if plan.precision == "bf16" else "no",
+        precision=plan.precision if plan.precision in ("bf16", "fp16") else "no",
         nodes=plan.cluster.nodes,
         ranks=plan.cluster.world_size,
         batch=plan.batch_size,

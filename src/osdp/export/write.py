@@ -59,6 +59,8 @@ def export(plan: Plan, graph: ModelGraph, model: nn.Module, *, target: str) -> E
         raise UsageError(f"{target!r} is no target; choose one of {', '.join(TARGETS)}")
     if target == "transformers" and not hasattr(model, "config"):
         raise UsageError("transformers runs its own models, and this is none; choose --to fsdp2")
+    if target == "transformers" and plan.precision == "fp16":
+        raise UsageError("transformers' own sharding computes in bf16 or fp32, and the plan in fp16; choose --to fsdp2")
     ways = [degraded(plan, graph, changes) for changes in CHANGES[target]]
     left = max(ways, key=lambda way: (way.fits, way.samples_per_second))
     notes = tuple(_notes(plan, left, target))

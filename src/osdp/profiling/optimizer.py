@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from osdp.cluster import TimedOptimizer
-from osdp.cost.training import OPTIMIZERS
+from osdp.cost.training import TIMED_OPTIMIZERS
 from osdp.profiling.bench import Bench
 from osdp.profiling.line_fit import Fit
 from osdp.profiling.rounds import TimedLine
@@ -28,10 +28,10 @@ class FittedOptimizer:
 
 
 class OptimizerRounds:
-    """Every optimizer of `osdp plan --optimizer`; `master` is the dtype in which parameters are updated."""
+    """The usual optimizers of `osdp plan --optimizer`; `master` is the dtype in which parameters are updated."""
 
     def __init__(self, bench: Bench, mesh: DeviceMesh, *, master: torch.dtype) -> None:
-        self._lines = {name: TimedLine[tuple[int, int]](bench) for name in OPTIMIZERS}
+        self._lines = {name: TimedLine[tuple[int, int]](bench) for name in TIMED_OPTIMIZERS}
         for tensors, nbytes in CASES:
             model = _held(tensors, nbytes, mesh, master)
             for name, line in self._lines.items():

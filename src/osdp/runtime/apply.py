@@ -31,6 +31,7 @@ from osdp._torch.fsdp import (
 from osdp._torch.scaler import agree_on_overflow
 from osdp.accelerator import FAKE, running_engine, training_device
 from osdp.cost.sharding import shard_dim
+from osdp.cost.training import PRECISIONS
 from osdp.engine import ASYNC_GLOO, Engine
 from osdp.errors import UsageError
 from osdp.losses import chunk_loss
@@ -54,7 +55,7 @@ from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Exchange, UnusedGradients, largest_of_all, on_any_rank, on_this_rank
 from osdp.sharding import REPLICATE, ShardingMode
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,11 @@ def _say_what_to_use(model: nn.Module) -> None:
 
 
 def precision_policy(plan: Plan) -> MixedPrecisionPolicy:
-    if plan.precision == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[plan.reduce_dtype])
+    precision = PRECISIONS[plan.precision]
+    if precision.casts:
+        return MixedPrecisionPolicy(
+            param_dtype=_DTYPES[precision.compute_dtype], reduce_dtype=_DTYPES[plan.reduce_dtype]
+        )
     return MixedPrecisionPolicy(reduce_dtype=_DTYPES[plan.reduce_dtype])
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -82,6 +83,9 @@ class CheckpointSettings:
         return max((int(match[1]) for match in map(_WHOLE.fullmatch, names) if match), default=None)
 
 
+_SCALER = "gradient scaler"
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Whether no other process has locked the folder; if so, this one has until the context ends."""
@@ -109,9 +113,10 @@ class Checkpointing:
         *,
         identity: Mapping[str, Any],
         watch: Callable[[str], None],
+        scaler: torch.amp.GradScaler,
     ) -> None:
         self.keeping, self._identity, self._watch = keeping, identity, watch
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
         self._last: int | None = None
         self._pending: tuple[int, Saving] | None = None
 
@@ -130,6 +135,8 @@ class Checkpointing:
                     f"{found.path} is of another run: its {name} is {found.extra.get(name)}, here it is {value}; "
                     "give the same, or choose another --checkpoint folder"
                 )
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(found.extra.get(_SCALER) or self._scaler.state_dict()))
         self._last = found.step
         return found.step
 
@@ -147,7 +154,7 @@ class Checkpointing:
             self._model,
             self._optimizer,
             step=step,
-            extra=self._identity,
+            extra={**self._identity, **({_SCALER: scale} if (scale := self._scaler.state_dict()) else {})},
             keep=self.keeping.keep,
             asynchronous=self.keeping.asynchronous and not last,
         )

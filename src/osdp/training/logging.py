@@ -49,7 +49,7 @@ def step_line(step: Step, steps: int, predicted_seconds: float, mfu: float | Non
     parts = [
         f"step {step.number:{len(str(steps))}}/{steps}",
         f"loss {step.loss:.4f}",
-        f"norm {step.gradient_norm:.3f}",
+        "overflow, skipped" if step.gradient_norm is None else f"norm {step.gradient_norm:.3f}",
         f"lr {step.lr:.1e}",
         format_bytes(step.timing.peak_bytes),
         f"{format_rate(step.tokens_per_second)} tok/s",

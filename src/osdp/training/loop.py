@@ -28,6 +28,7 @@ from osdp.training.optimizer import Schedule, make_optimizer
 from osdp.training.world import World
 
 MOST_VALIDATION_BATCHES = 16
+LEAST_SCALE = 1.0  # of fp16's loss: what overflows below it is not finite for another reason
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step was: `number` counts from 1; the timing's peak is the highest of all ranks so far."""
+    """What one step was: `number` counts from 1; the timing's peak is the highest of all ranks so far.
+
+    Without a `gradient_norm` the gradients overflowed in fp16, and all ranks left the parameters as they were.
+    """
 
     number: int
     loss: float
-    gradient_norm: float
+    gradient_norm: float | None
     lr: float
     tokens_per_second: float
     timing: Timing
@@ -102,9 +106,11 @@ class Trainer:
         self.optimizer = make_optimizer(
             self.model, plan.optimizer, lr=settings.schedule.lr, weight_decay=settings.weight_decay
         )
+        # without fp16 it passes everything on as it is
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self.now = "the start"
         self.checkpointing = Checkpointing(
-            settings.keeping, self.model, self.optimizer, identity=self.identity, watch=self._watch
+            settings.keeping, self.model, self.optimizer, identity=self.identity, watch=self._watch, scaler=self.scaler
         )
         self._data_seconds = 0.0
 
@@ -145,8 +151,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self._gradients(index)
+        self.scaler.unscale_(self.optimizer)
         norm = osdp.clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf).item()
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)  # all ranks skip it where one overflows
+        self.scaler.update()
         self.optimizer.zero_grad()
         passed = time.perf_counter() - began
         waited = passed - (time.thread_time() - computed)
@@ -155,15 +163,20 @@ class Trainer:
         losses, passes, data_seconds, waits, peaks, savings, writing, stops = zip(*numbers, strict=True)
         # a rank may begin a step before this one does: what it waited is part of the longest
         mean, seconds = sum(losses) / len(losses), max(time.perf_counter() - began, *passes)
-        if not math.isfinite(mean) or not math.isfinite(norm):
+        if not math.isfinite(mean) or not (math.isfinite(norm) or self._may_skip()):
             self.checkpointing.settle_after_failure()
             resumes = self.checkpointing.resumes()
             raise OsdpError(f"step {index + 1} has loss {mean} and gradient norm {norm}; lower --lr; {resumes}")
         on_cpu = self.world.device.type == "cpu"
         timing = Timing(seconds, max(data_seconds), max(waits) if on_cpu else None, int(max(peaks)), any(savings))
         tokens = self.plan.global_batch * self.feed.seq_len
+        norm = norm if math.isfinite(norm) else None
         step = Step(index + 1, mean, norm, lr, tokens / seconds, timing, self._validated(index + 1))
         return step, int(max(stops)), any(writing)
+
+    def _may_skip(self) -> bool:
+        """Whether gradients that overflowed are no failure: with fp16, as long as a smaller scale may mend it."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() >= LEAST_SCALE
 
     def _gradients(self, index: int) -> float:
         """Forward and backward of all micro-batches; the mean loss of this rank."""
@@ -180,7 +193,7 @@ class Trainer:
                     accumulation=self.plan.accumulation,
                 )
             )
-            (loss / len(micro_batches)).backward()
+            self.scaler.scale(loss / len(micro_batches)).backward()
             total += loss.item()
         return total / len(micro_batches)
 
