@@ -310,10 +310,15 @@ def step_graph(
     return StepGraph(layout, tuple(options), batch, training, cluster, tuple(builder.nodes))
 
 
+def training_of(plan: Plan) -> Training:
+    """How a plan trains."""
+    way = {"accumulation": plan.accumulation, "compiled": plan.compiled, "loss_chunks": plan.loss_chunks}
+    return Training.of(plan.precision, plan.optimizer, plan.reduce_dtype, **way)
+
+
 def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
     """The graph of a plan; the model graph must be of the model that was planned."""
-    way = {"accumulation": plan.accumulation, "compiled": plan.compiled, "loss_chunks": plan.loss_chunks}
-    training = Training.of(plan.precision, plan.optimizer, plan.reduce_dtype, **way)
+    training = training_of(plan)
     shapes = Shapes(graph)
     planned = {unit.name: unit for unit in plan.units}
     chosen: list[Shape] = []

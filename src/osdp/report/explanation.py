@@ -22,11 +22,10 @@ import numpy as np
 from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cluster.link import Link, Measured
-from osdp.cost.graph import StepGraph, step_graph_of
+from osdp.cost.graph import StepGraph, step_graph_of, training_of
 from osdp.cost.layout import Shape, Shapes
 from osdp.cost.step_trace import step_trace
 from osdp.cost.tables import Rules
-from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option, modes_for
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
@@ -264,9 +263,10 @@ def _changed(
 def priced(plan: Plan, graph: ModelGraph, *, any_batch: bool) -> Iterator[Price]:
     rate, cluster = plan.predicted.samples_per_second, plan.cluster
     more = replace(cluster, memory_bytes=cluster.total_bytes + GIB)
-    training = Training.of(plan.precision, plan.optimizer, plan.reduce_dtype)
+    training = replace(training_of(plan), accumulation=1)
+    rules = Rules(granularities=(WHOLE,)) if plan.compiled else Rules()
     batch, micro = (None, None) if any_batch else (plan.batch_size, plan.accumulation)
-    found = plan_graph(graph, more, training, Rules(), batch=batch, accumulation=micro, search_seconds=PRICING_SECONDS)
+    found = plan_graph(graph, more, training, rules, batch=batch, accumulation=micro, search_seconds=PRICING_SECONDS)
     best = max(rate, found.predicted.samples_per_second)  # what fits also fits with more
     how = "planned again, at any micro-batch" if any_batch else f"planned again, at micro-batch {plan.batch_size}"
     yield Price("one GiB more on each device", best, best / rate - 1, how)

@@ -13,13 +13,12 @@ from functools import partial
 from osdp.baselines import WAYS, Prices
 from osdp.batching import largest_that_fits
 from osdp.cluster import format_bytes
-from osdp.cost.graph import StepGraph, step_graph_of
+from osdp.cost.graph import StepGraph, step_graph_of, training_of
 from osdp.cost.lifetimes import END, START, Allocation, unit_allocations
 from osdp.cost.option_seconds import Kernels
 from osdp.cost.step_trace import step_trace
 from osdp.cost.tables import Uniform
 from osdp.cost.time_model import compute_time, unit_work
-from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Certificate, Plan, PlanUnit
 from osdp.recompute import Recompute
@@ -136,7 +135,7 @@ def _priced(step: StepGraph, batch: int) -> tuple[float, int]:
 
 def _usual_ways(plan: Plan, graph: ModelGraph) -> Iterator[Way]:
     """Those that the plan was compared with; of one that does not fit, the step with a single sample a micro-batch."""
-    training = Training.of(plan.precision, plan.optimizer, plan.reduce_dtype)
+    training = replace(training_of(plan), accumulation=1)
     prices, modes = Prices(graph, plan.cluster, training), dict(WAYS)
     for way in plan.baselines:
         if way.name not in modes:
