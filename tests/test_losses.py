@@ -108,22 +108,6 @@ def test_a_plan_states_it_needs_less_and_is_dry_run_to_the_byte() -> None:
     assert found.error == 0 and found.collectives_match
 
 
-def test_the_plan_chooses_chunks_where_they_are_faster() -> None:
-    example = torch.zeros(1, 64, dtype=torch.long)
-
-    def planned(vocab: int, memory: str) -> tuple[nn.Module, Plan]:
-        with torch.device("meta"):
-            model = GPT(GPTConfig(vocab, 64, layers=(2,), widths=(64,), head_width=16, tied=False))
-        way = {"precision": "fp32", "modes": ["free"], "recompute": False, "loss_chunks": "auto", "memory": memory}
-        return model, osdp.plan(model, (example, example), "2xA100-80GB", **way)
-
-    model, plan = planned(32_768, "2GiB")  # eight samples' logits are more than all else
-    assert plan.loss_chunks == 8 and isinstance(model.head, ChunkedHead) and model.head.chunks == 8
-    assert plan.certificate.bound >= plan.certificate.fastest_samples_per_second
-    model, plan = planned(64, "2GiB")
-    assert plan.loss_chunks == 1 and not isinstance(model.head, ChunkedHead)
-
-
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -36,7 +36,6 @@ from osdp.planfile import Plan, unpriced_plan
 from osdp.recompute import Recompute
 from osdp.runtime.dryrun import dry_run
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, ShardingMode
-from osdp.training.optimizer import optimizer_of
 
 # An operator such as a projection whose output is viewed by its caller is a unit of its own at operator granularity;
 # FSDP2 then warns, for every such module, that it "returned a view tensor". It is about in-place edits of the output,
@@ -54,7 +53,6 @@ STEPPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw-fused": partial(torch.optim.AdamW, fused=True),
     "sgd": partial(torch.optim.SGD, foreach=True),
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9, foreach=True),
-    **{name: partial(optimizer_of, name, lr=1e-3) for name in ("lion", "nadam", "adagrad")},
 }
 
 
@@ -264,9 +262,6 @@ OPTIMIZER_CASES = [
     Case((KEEP, FREE, REPLICATE), optimizer="adamw-fused"),
     Case((KEEP, FREE, REPLICATE), optimizer="sgd"),
     Case((KEEP, FREE, REPLICATE), optimizer="sgd-momentum"),
-    Case((KEEP, FREE, REPLICATE), optimizer="lion"),
-    Case((KEEP, FREE, REPLICATE), optimizer="nadam"),
-    Case((KEEP, FREE, REPLICATE), optimizer="adagrad"),
 ]
 WORLD_CASES = [
     Case((FREE, KEEP, REPLICATE), world="1x4"),

@@ -61,10 +61,7 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = MappingProxyType(
         "sgd": OptimizerCost("sgd", states=0, temporaries=0, passes=3, counters=0),
         "sgd-momentum": OptimizerCost("sgd-momentum", states=1, temporaries=0, passes=8, counters=0),
         "lion": OptimizerCost("lion", states=1, temporaries=1, passes=13, counters=0),
-        "nadam": OptimizerCost("nadam", states=2, temporaries=1, passes=24, counters=8),
-        "radam": OptimizerCost("radam", states=2, temporaries=1, passes=24, counters=4),
         "adagrad": OptimizerCost("adagrad", states=1, temporaries=2, passes=16, counters=4),
-        "rmsprop": OptimizerCost("rmsprop", states=1, temporaries=2, passes=16, counters=4),
     }
 )
 TIMED_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "sgd-momentum")  # by `osdp profile`; others by their passes

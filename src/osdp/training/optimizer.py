@@ -99,8 +99,5 @@ _MADE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, foreach=True),
     "sgd-momentum": partial(torch.optim.SGD, momentum=MOMENTUM, foreach=True),
     "lion": partial(Lion, weight_decay=DECAY),
-    "nadam": partial(torch.optim.NAdam, betas=BETAS, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
-    "radam": partial(torch.optim.RAdam, betas=BETAS, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
     "adagrad": partial(torch.optim.Adagrad, weight_decay=DECAY, foreach=True),
-    "rmsprop": partial(torch.optim.RMSprop, weight_decay=DECAY, foreach=True),
 }
