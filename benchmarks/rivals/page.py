@@ -23,7 +23,7 @@ Real ranks on one machine; hosts are network namespaces, and links between them 
 Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: the largest batch that fits, with
 nothing and with every block recomputed; a way within 70 % of the fastest also with all but products recomputed
 (selective), with every second block recomputed, and with its own switches (bucket sizes, prefetch, resharding,
-micro-batches). A step has at most 8 samples a rank, whoever takes them, and no way accumulates gradients over
+micro-batches). A step has at most 64 samples a rank, whoever takes them, and no way accumulates gradients over
 micro-batches but the pipelines, which must. Each choice is a short trial; the fastest that fits is then timed.
 
 One meter counts what torch's allocator holds, from building the model on; it refuses what would pass the limit, so that

@@ -14,7 +14,7 @@ from .ladder import FIRST, Attempt, largest_batch
 from .rivals import ALONE, Rival
 from .ways import Candidate, Ways
 
-MOST_BATCH = 8  # samples of a step for each rank, whoever takes them: real runs have a global batch too
+MOST_BATCH = 64  # samples of a step for each rank, whoever takes them
 FAR_BEHIND = 0.7  # of the fastest so far: such a way is not refined, as it cannot become the best
 ALONE_BATCHES = (4, 8)
 
