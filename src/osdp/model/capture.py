@@ -267,16 +267,22 @@ class _Taken:
     @cached_property
     def _stages(self) -> list[_Traced]:
         """Every stage of the full model: its block's name, and its traces."""
-        names = self.short.stands_for if self.short else {block: block for block in self.blocks}
-        found: dict[str, _Traced] = {}
+        names = self.short.stands_for if self.short else {}
+        found: list[_Traced] = []
         stages: list[_Traced] = []
 
         def expand() -> None:
-            """The blocks since the last stage outside them, each of the full model's, list by list in its order."""
-            for container in dict.fromkeys(block.rpartition(".")[0] for block in found):
+            """The blocks since the last stage outside them: as they ran, or where some were cut, list by list.
+
+            That is the order of the full model where `agrees_with` says so.
+            """
+            if not names:
+                stages.extend(found)
+            traced = {each.block: each for each in found if each.block is not None}
+            for container in dict.fromkeys(block.rpartition(".")[0] for block in traced):
                 for name, stand_in in names.items():
-                    if stand_in in found and stand_in.rpartition(".")[0] == container:
-                        _, plain, *others = found[stand_in]
+                    if stand_in in traced and stand_in.rpartition(".")[0] == container:
+                        _, plain, *others = traced[stand_in]
                         again = [trace and renamed(trace, (stand_in, name)) for trace in others]
                         stages.append(_Traced(name, renamed(plain, (stand_in, name)), *again))
             found.clear()
@@ -285,7 +291,7 @@ class _Taken:
             plain = build_trace(self.plain, cut)
             recomputed, selective = self.again.traces(index)
             if cut.block is not None:
-                found[cut.block] = _Traced(cut.block, plain, recomputed, selective)
+                found.append(_Traced(cut.block, plain, recomputed, selective))
                 continue
             expand()
             differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")

@@ -65,13 +65,15 @@ def shortened(model: nn.Module, blocks: Sequence[str], kinds: Sequence[Hashable]
     for container, group in groupby(blocks, key=lambda block: block.rpartition(".")[0]):
         names = list(group)
         whole = len(names) == len(modules[container]._modules)
-        places = _places([alike[name] for name in names]) if whole else list(range(len(names)))
+        places = _places([alike[name] for name in names]) if whole else []
         first: dict[int, str] = {}
-        for name, place in zip(names, places, strict=True):
-            stands_for[name] = f"{container}.{place}"
+        for name, place in zip(names, places, strict=whole):
             first.setdefault(place, name)
-        if len(first) < len(names):
-            keep[container] = [first[place].rpartition(".")[2] for place in sorted(first)]
+        if not whole or len(first) == len(names):  # nothing is cut here, and names stay
+            stands_for |= {name: name for name in names}
+            continue
+        stands_for |= {name: f"{container}.{place}" for name, place in zip(names, places, strict=True)}
+        keep[container] = [first[place].rpartition(".")[2] for place in sorted(first)]
     return Short(stands_for, keep) if keep else None
 
 
