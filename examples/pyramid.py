@@ -39,7 +39,7 @@ def main() -> None:
     text = torch.frombuffer(bytearray(demo_text().read_bytes()), dtype=torch.uint8).long()
     if rank == 0:
         for unit in plan.units:
-            print(f"{unit.name:12} {unit.parameters:>8,} parameters: {unit.mode}{', recomputed' * unit.recompute}")
+            print(f"{unit.name:12} {unit.parameters:>8,} parameters: {unit.mode}, recompute {unit.recompute}")
     for step in range(int(os.environ.get("STEPS", "20"))):
         starts = torch.randint(len(text) - 65, (ranks, plan.batch_size)).tolist()[rank]
         windows = torch.stack([text[start : start + 65] for start in starts])

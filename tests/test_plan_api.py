@@ -159,7 +159,7 @@ def test_training_is_as_asked(precision: str, optimizer: str) -> None:
 
 
 def test_unknown_training_is_refused() -> None:
-    for wrong in ({"precision": "int4"}, {"optimizer": "lion"}, {"reduce_dtype": "fp8"}):
+    for wrong in ({"precision": "int4"}, {"optimizer": "lamb"}, {"reduce_dtype": "fp8"}):
         with pytest.raises(UsageError, match="unknown"):
             planned(**wrong)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from osdp._torch.fsdp import FSDPModule
-from osdp.runtime.apply import Piece, applied_to
+from osdp.runtime.apply import Applied, applied_to
 
 T = TypeVar("T")
 
@@ -27,30 +27,32 @@ def accumulate(model: nn.Module, micro_batches: Sequence[T]) -> Iterator[T]:
     applied = applied_to(model)
     try:
         for index, batch in enumerate(micro_batches):
-            _complete(applied.pieces, index == len(micro_batches) - 1)
+            _complete(applied, index == len(micro_batches) - 1)
             yield batch
     finally:
-        _complete(applied.pieces, True)
+        _complete(applied, True)
         applied.recovery.leave()
 
 
 @contextlib.contextmanager
 def reduced_later(model: nn.Module) -> Iterator[None]:
     """Within it, reductions wait that the plan makes once a step: this is not the last micro-batch."""
-    pieces = applied_to(model).pieces
-    _complete(pieces, False)
+    applied = applied_to(model)
+    _complete(applied, False)
     try:
         yield
     finally:
-        _complete(pieces, True)
+        _complete(applied, True)
 
 
-def _complete(pieces: Sequence[Piece], now: bool) -> None:
+def _complete(applied: Applied, now: bool) -> None:
     """Whether the next backward makes the reductions that are made once a step."""
-    for piece in pieces:
+    cluster = applied.plan.cluster
+    crosses = cluster.nodes > 1 and cluster.devices_per_node > 1  # else a reduction in the node is all there is
+    for piece in applied.pieces:
         module = piece.modules[0]
         assert isinstance(module, FSDPModule)
         if piece.unit.reduce_once:
             module.set_requires_gradient_sync(now, recurse=False)
-        elif piece.unit.all_reduce_once and piece.mode.is_reduced_across:
+        elif crosses and piece.unit.all_reduce_once and piece.mode.is_reduced_across:
             module.set_requires_all_reduce(now, recurse=False)
