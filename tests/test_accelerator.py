@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def on_a_stand_in(plan: Plan, deaf: bool) -> dict[str, Any]:
     """One process as rank 0 of a plan, on a device with streams, with fake tensors."""
     from standin import DEVICE, LookOut, makes_tensors, stand_in
 
+    plan = replace(plan, cluster=replace(plan.cluster, engine_name=STOCK.name))
     dist.destroy_process_group()
     device, store = stand_in(), fake_store()
     dist.Backend.backend_capability["fake"].append(device.type)

@@ -112,7 +112,7 @@ def test_with_a_global_batch_the_peak_of_what_does_not_fit_is_its_smallest() -> 
 
 
 def test_recompute_trades_speed_for_room() -> None:
-    cluster = replace(machines("4xCPU", "3MiB"), overlap=False)
+    cluster = replace(machines("4xCPU", "1200KiB"), overlap=False)
     plain, selective, full = (b for b in found(cluster) if b.name == "FSDP")
     assert full.batch_size > selective.batch_size > plain.batch_size
     at_once = {b.recompute: b for b in found(cluster, batch=1) if b.name == "FSDP"}

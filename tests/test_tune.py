@@ -11,6 +11,7 @@ from ranks import run_ranks
 from small_models import source
 
 from osdp.cluster import Cluster
+from osdp.model.kernels import SCALAR_BYTES
 from osdp.planfile import Plan
 from osdp.report.tune_page import learnt
 from osdp.training.world import World
@@ -52,7 +53,7 @@ def test_what_ran_is_compared_and_the_fastest_is_kept() -> None:
     assert first["best"] == max(range(len(tried)), key=lambda index: tried[index]["samples_per_second"])
     parameters = len(source("gpt").build_on_meta().state_dict())
     for each in tried:  # beside it are the loss, its gradient, and a byte for each parameter; see osdp.runtime.unused
-        assert abs(each["peak_bytes"] - each["predicted_peak_bytes"]) <= 16 + parameters
+        assert abs(each["peak_bytes"] + SCALAR_BYTES - each["predicted_peak_bytes"]) <= 16 + parameters
     plan, cluster = Plan.from_dict(first["plan"]), Cluster.from_dict(first["cluster"])
     assert plan.batch_size == 2 and cluster.stages
     assert first["factors"] != asdict(Factors())  # a catalogue's figures are never exact on this machine

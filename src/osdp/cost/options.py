@@ -20,7 +20,7 @@ from osdp.cost.lifetimes import (
     unit_allocations,
 )
 from osdp.cost.option_seconds import option_lines
-from osdp.cost.table_rows import Slots, value_at, visit_bytes
+from osdp.cost.table_rows import Slots, is_before_last, value_at, visit_bytes
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
 from osdp.recompute import Recompute
@@ -210,7 +210,7 @@ class _Measured:
         left = value_at(allocations, Position(end, 0)) - self.always - self.after
         self.stepping = stepping_bytes(unit, option, places, tables.training, tables.cluster) + left
         self.far: IntArray | None = None
-        own = _visits_of(places)
+        own = _visits_of(places, layout)
         if not own <= set(slots.visits):  # it spans stages
             own |= set(slots.visits)  # there it has rows
             visits = [0 if v in own else value_at(allocations, Position(v, 0)) - self.always for v in range(end)]
@@ -229,10 +229,11 @@ class _Measured:
         return ahead, value_at(allocations, issue) - self.always - held - ahead
 
 
-def _visits_of(places: Places) -> set[int]:
+def _visits_of(places: Places, layout: Layout) -> set[int]:
     """Where a unit is used, and where its gather is issued if that is not the visit before."""
     used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
-    if places.issue_again is not None and places.enter_again is None:  # gathered in vain
+    in_vain = places.issue_again is not None and places.enter_again is None
+    if in_vain and places.issue_again is not None and not is_before_last(places, layout):
         used.add(places.issue_again.visit)
     return used | {issue.visit for issue, enter in places.gathers if issue.visit < enter.visit - 1}
 
@@ -246,7 +247,7 @@ def cross_stage_units_of(tables: Tables, layout: Layout, index: int, slots: Slot
         for number, unit in enumerate(shaped.units):
             places = layout.places[at]
             at += 1
-            if stage == index or not _visits_of(places) & set(slots.visits):
+            if stage == index or not _visits_of(places, layout) & set(slots.visits):
                 continue
             home = Slots((layout.visit(stage, False), layout.visit(stage, True)), (0, 0))
             rows: tuple[list[IntArray], list[IntArray]] = ([], [])

@@ -9,7 +9,7 @@ import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cost.layout import Layout
-from osdp.cost.lifetimes import Allocation, Position, forward_issue, reduction_end
+from osdp.cost.lifetimes import Allocation, Places, Position, forward_issue, reduction_end
 from osdp.cost.training import Training
 from osdp.model.graph import IntArray
 from osdp.search.problem import CrossStageUnit, Rows, UnitOption
@@ -37,6 +37,13 @@ def visit_bytes(allocations: Sequence[Allocation], visit: int, length: int, alwa
     return change.cumsum()[:length] - always
 
 
+def is_before_last(places: Places, layout: Layout) -> bool:
+    """Whether a unit of the first stage is gathered in vain by the stage after it: as if backward came to use it."""
+    last = layout.visit(0, backward=True)
+    is_first = places.enter is not None and places.enter.visit == 0 and places.leave_again is None
+    return is_first and places.issue_again is not None and places.issue_again.visit == last - 1
+
+
 def neighbour_flags(
     layout: Layout, slots: Slots, training: Training, cluster: Cluster
 ) -> list[tuple[IntArray, IntArray, IntArray]]:
@@ -44,8 +51,11 @@ def neighbour_flags(
     issues: list[list[Position]] = [[], []]
     reduced: list[Position] = []
     for places in layout.places:
+        again = places.enter_again
+        if again is None and is_before_last(places, layout):
+            again = Position(layout.visit(0, backward=True), 0)
         for which, (issue, enter) in enumerate(
-            ((forward_issue(places, cluster), places.enter), (places.issue_again, places.enter_again))
+            ((forward_issue(places, cluster), places.enter), (places.issue_again, again))
         ):
             if issue is None or enter is None or issue.visit < enter.visit - 1:  # far ahead: it has rows of its own
                 continue

@@ -48,7 +48,7 @@ def product_workspace(func: Any, args: Sequence[Any]) -> int:
     if first is None:
         return 0
     rows, depth = first.shape[-2:]
-    if first.stride(-1) == 1:
+    if first.stride(-1) == 1 and rows > 1:  # of one row nobody can tell whether it is transposed
         return 1152 + 2 * _PANEL * -(-depth // _PANEL) * _PANEL + 4 * _PANEL * rows
     depth += _PANEL - 1  # of a weight's gradient it is the batch: rounded up, it would not grow in a straight line
     return 1152 + 2 * (_PANEL + rows) * depth + 4 * _PANEL * rows
