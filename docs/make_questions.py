@@ -85,7 +85,7 @@ QUESTIONS = (
     Question(
         "What if I checkpoint some blocks only?",
         "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8 --no-recompute",
-        (RATE, MEMORY),
+        (RATE,),
         "That is what question 7 does. Without any recompute, the same batch:",
     ),
     Question(
