@@ -3,20 +3,20 @@
 [Note: Slot]
 The plan acts at marks (see [Note: Trace]). Each mark opens a segment, and a segment has three slots: first what is
 gathered is copied out, or gradients are copied in for their reduction; then the next gather is issued, or the
-reduction's result exists; then the segment itself computes. Where collectives are carried, forward issues first and
+reduction's result exists; then the segment itself computes. On asynchronous gloo, forward issues first and
 copies out then. A position is (visit, slot): a step visits the stages
 forward, then backward, then the optimizer. A hold is alive from `start` up to, not including, `end`.
 
 [Note: Prefetch]
 Every unit issues the next one's gather when its own is done, in both directions, so that one gather is under way
-while one unit computes. The gather's buffer lives from there until the next unit has copied it out. Where collectives
-are carried (gloo), forward issues it before it waits for its own, so that the link is not idle while that is copied
+while one unit computes. The gather's buffer lives from there until the next unit has copied it out. On asynchronous
+gloo, forward issues it before it waits for its own, so that the link is not idle while that is copied
 out. The step's first unit and slices wait first.
 
 [Note: Reduction]
 A unit's gradients are copied into the reduction's input when the unit is left in backward; the input lives until the
-next unit's reduction begins. The result, in the master's dtype, is the rank's gradient. Where collectives are carried
-(gloo, see [Note: Reduce-scatter] in osdp.runtime.collectives), what a neighbour sends needs room for a part, and what
+next unit's reduction begins. The result, in the master's dtype, is the rank's gradient. On asynchronous
+gloo (see [Note: Reduce-scatter] in osdp.runtime.collectives), what a neighbour sends needs room for a part, and what
 is exchanged on two levels room for a column. A reduction begins, then the one before it is waited for.
 
 [Note: Copy-in]
@@ -267,7 +267,7 @@ def _computes_in_place(mode: ShardingMode, training: Training) -> bool:
 
 
 def forward_issue(places: Places, cluster: Cluster) -> Position | None:
-    """Where forward issues a unit's gather: carried, as the unit before it is entered; see [Note: Prefetch]."""
+    """Where forward issues a gather: on asynchronous gloo, as the unit before is entered; see [Note: Prefetch]."""
     issue = places.issue
     if issue is None or places.is_second or not cluster.engine.gathers_before_waiting:
         return issue
@@ -368,7 +368,7 @@ def _gathered_in_vain(
 
 
 def _lasts(training: Training, cluster: Cluster) -> bool:
-    """Whether reductions are under way beside backward's kernels: carried ones, if no cast waits for the result."""
+    """Whether reductions run beside backward's kernels: asynchronous ones, if no cast waits for the result."""
     return cluster.engine.reduces_before_waiting and training.reduce_bytes == training.precision.master_bytes
 
 
@@ -438,7 +438,7 @@ def _added(
 
 
 def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:
-    """Elements that a carried reduction has room for beside its input and its result."""
+    """Elements that an asynchronous reduction has room for beside its input and its result."""
     if not option.mode.is_sharded:
         return -(-sizes.trained // cluster.world_size) if cluster.world_size > 1 else 0
     return sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)

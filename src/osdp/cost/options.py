@@ -232,9 +232,9 @@ class _Measured:
 def _visits_of(places: Places, layout: Layout) -> set[int]:
     """Where a unit is used, and where its gather is issued if that is not the visit before."""
     used = {p.visit for p in (places.enter, places.leave, places.enter_again, places.leave_again) if p is not None}
-    in_vain = places.issue_again is not None and places.enter_again is None
-    if in_vain and places.issue_again is not None and not is_before_last(places, layout):
-        used.add(places.issue_again.visit)
+    issue = places.issue_again
+    if issue is not None and places.enter_again is None and not is_before_last(places, layout):  # gathered in vain
+        used.add(issue.visit)
     return used | {issue.visit for issue, enter in places.gathers if issue.visit < enter.visit - 1}
 
 
