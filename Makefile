@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Test processes at a time: more than the cores of a small machine, as tests of ranks often wait for each other.
 JOBS ?= 3
+# Ranks are many short processes: none should compile what another one has compiled, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 help: ## what can be made
@@ -57,7 +59,7 @@ docs: $(STAMP) ## the documentation as a site, in build/docs
 bench: $(STAMP) ## every benchmark, one after the other; those of the network need root
 	@$(PIP) --no-build-isolation --editable '.[bench,rivals]'
 	@shopt -s nullglob; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
-	@echo "== benchmarks/fidelity"; $(BIN)/python -m benchmarks.fidelity --plots build/fidelity
+	@echo "== benchmarks/fidelity"; $(BIN)/python -m benchmarks.fidelity --save build/fidelity.jsonl --plots build/fidelity
 	@echo "== benchmarks/rivals"; $(BIN)/python -m benchmarks.rivals --minutes 25; $(BIN)/python -m benchmarks.rivals --page
 
 bench-smoke: $(STAMP) ## the benchmark against rivals in a few minutes, on tiny models; needs root

@@ -32,7 +32,8 @@ from osdp.cost.units import WHOLE
 from osdp.model.graph import ModelGraph
 from osdp.recompute import Recompute
 from osdp.search.batches import Candidate, largest_batch, search_batches
-from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption, evaluate
+from osdp.search.evaluate import evaluate
+from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption
 from osdp.search.solve import Outcome, solve_exactly
 from osdp.sharding import FREE, REPLICATE
 
@@ -49,31 +50,31 @@ SEARCHES = {"as released": by_option, "lean": lean}
 def choices_of(stage: StageTable) -> list[StageChoice]:
     return [
         StageChoice(number, options)
-        for number, shape in enumerate(stage.shapes)
-        for options in product(*([(o, 1) for o in range(len(unit))] for unit in shape.units))
+        for number, variant in enumerate(stage.variants)
+        for options in product(*([(o, 1) for o in range(len(unit))] for unit in variant.units))
     ]
 
 
 def taken(stage: StageTable, choice: StageChoice) -> list[UnitOption]:
-    return [unit[o] for unit, (o, _) in zip(stage.shapes[choice.shape].units, choice.options, strict=True)]
+    return [unit[o] for unit, (o, _) in zip(stage.variants[choice.variant].units, choice.options, strict=True)]
 
 
 def seconds_of(stage: StageTable, choice: StageChoice) -> float:
-    shape = stage.shapes[choice.shape]
+    variant = stage.variants[choice.variant]
     names = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
     moved = sum(getattr(option, name).at(1) for option in taken(stage, choice) for name in names)
-    return shape.forward_seconds + shape.backward_seconds + moved
+    return variant.forward_seconds + variant.backward_seconds + moved
 
 
 def bytes_of(stage: StageTable, choice: StageChoice) -> int:
     held = sum(option.always.at(1) + option.between.at(1) for option in taken(stage, choice))
-    return held + stage.shapes[choice.shape].saved
+    return held + stage.variants[choice.variant].saved
 
 
 def working_set(stage: StageTable, choice: StageChoice) -> int:
     """The most that a layer needs in backward beyond what it holds anyway, its own buffers included."""
-    shape, options = stage.shapes[choice.shape], taken(stage, choice)
-    rows = shape.backward.activations + np.sum([option.backward @ np.array([1, 1]) for option in options], axis=0)
+    variant, options = stage.variants[choice.variant], taken(stage, choice)
+    rows = variant.backward.activations + np.sum([option.backward @ np.array([1, 1]) for option in options], axis=0)
     return int(rows.max())
 
 

@@ -13,7 +13,7 @@ import argparse
 from osdp.cluster import Cluster
 from osdp.cluster.sizes import parse_rate
 from osdp.cost.graph import step_graph
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.source import load_model
@@ -40,8 +40,8 @@ def main() -> None:
         cluster = cluster.with_network(parse_rate(given.network))
     training = Training.of("bf16", "adamw", accumulation=given.accumulation)
     graph = load_model(given.model).capture("bf16", device=cluster.device, name=given.model)
-    shapes = Shapes(graph)
-    layout = shapes.layout([Shape(WHOLE if s.is_block else OPERATORS, Recompute.FULL) for s in graph.stages])
+    variants = Variants(graph)
+    layout = variants.layout([Variant(WHOLE if s.is_block else OPERATORS, Recompute.FULL) for s in graph.stages])
     print(f"{given.model} on {cluster.label}, {given.accumulation} micro-batches of {given.batch}")
     print(f"{'mode':<14}{'reduced':<32}{'step':>10}{'peak':>12}{'across nodes':>16}")
     for mode in (KEEP_IN_NODE, FREE_IN_NODE):

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Row, deliver, met, parser
@@ -50,13 +50,14 @@ def plan(file: Path) -> None:
     from osdp.sharding import FREE, KEEP, REPLICATE
 
     example = torch.zeros(1, 16, dtype=torch.long)
-    found = osdp.plan(model(), (example, example), f"{RANKS}xCPU", precision="fp32", batch=2)
+    found = osdp.plan(model(), (example, example), f"{RANKS}xCPU", precision="fp32", batch=2, accumulation=2)
     modes = (FREE, KEEP, REPLICATE)
+    plain: dict[str, Any] = {"splits": 1, "sharded_splits": 1, "reduced_with": None, "gather_once": False}
     units = [
-        replace(unit, mode=modes[index % 3], splits=1, sharded_splits=1, reduce_once=index % 2 == 0)
+        replace(unit, mode=modes[index % 3], reduce_once=index % 2 == 0, **plain)
         for index, unit in enumerate(found.units)
     ]
-    replace(found, units=tuple(units), accumulation=2).save(file)
+    replace(found, units=tuple(units)).save(file)
 
 
 def train(rank: int, folder: Path, store: Path, end: str) -> None:
@@ -157,6 +158,8 @@ def main() -> None:
     rows: list[Row] = []
     for end, counts in seen.items():
         total = sum(counts.values())
+        if not total:
+            continue
         others = ", ".join(f"{count} x {what}" for what, count in counts.items() if what != "clean")
         rows.append(
             {

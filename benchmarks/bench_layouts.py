@@ -1,8 +1,10 @@
 """Prices layouts of a model as `osdp plan --layout auto` does, and prints each when it is known.
 
     python -m benchmarks.bench_layouts gpt3-175b 128x8xH100-80GB 2048 1x1 8x1 8x8
+    python -m benchmarks.bench_layouts mixtral-8x7b 4x8xH100-80GB 128 1x1 1x1x1x8
 
-A layout is tensor x pipeline; without any, all are tried. Nothing is run: these are predictions.
+A layout is tensor x pipeline, tensor x pipeline x chunks of each stage, or with ranks to the experts behind them;
+without any, all of the first kind are tried. Nothing is run: these are predictions.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from __future__ import annotations
 import sys
 import time
 
+from torch import nn
+
 from osdp.batching import Batching
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
+from osdp.experts import local_experts
 from osdp.layouts import PIPELINE_DEGREES, TENSOR_DEGREES, Asked, Tried, priced
 from osdp.model.graph import ModelGraph, TensorOperator
 from osdp.model.source import ModelSource, load_model
@@ -27,14 +32,28 @@ def asked_of(source: ModelSource, cluster: Cluster, global_batch: int) -> Asked:
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
         model = source.build_on_meta()
         shared = divide(model, ranks) if ranks > 1 else ()
-        given = {"loss": source.loss, "name": source.name, "seq_len": source.seq_len, "device": cluster.device}
-        return capture(model, source.inputs, compute_dtype="bf16", **given), shared
+        return captured(model), shared
 
-    return Asked(divided, cluster, Training.of("bf16", "adamw", None), Rules(), Batching(None, None, global_batch))
+    def with_experts(ranks: int) -> tuple[ModelGraph, dict[str, int]]:
+        model = source.build_on_meta()
+        chosen = local_experts(model, ranks)
+        graph = captured(model)
+        return graph, chosen()
+
+    def captured(model: nn.Module) -> ModelGraph:
+        given = {"loss": source.loss, "name": source.name, "seq_len": source.seq_len, "device": cluster.device}
+        return capture(model, source.inputs, compute_dtype="bf16", **given)
+
+    batching = Batching(None, None, global_batch)
+    training = Training.of("bf16", "adamw", None)
+    return Asked(divided, cluster, training, Rules(), batching, capture_experts=with_experts)
 
 
 def line(tried: Tried, seconds: float) -> str:
-    head = f"tensor {tried.tensor} pipeline {tried.pipeline:2}"
+    head = f"tensor {tried.tensor} pipeline {tried.pipeline:2}" + (
+        f" × {tried.interleave}" if tried.interleave > 1 else ""
+    )
+    head += f" expert {tried.expert}" if tried.expert > 1 else ""
     if tried.plan is None:
         return f"{head}: no plan: {tried.reason}  ({seconds:.0f} s)"
     plan, step = tried.plan, tried.plan.predicted
@@ -51,11 +70,11 @@ def main() -> None:
     asked = asked_of(load_model(name), Cluster.parse(word), int(samples))
     degrees = [tuple(map(int, each.split("x"))) for each in layouts]
     tried = []
-    for tensor, pipeline in degrees or [(t, p) for t in TENSOR_DEGREES for p in PIPELINE_DEGREES]:
+    for each in degrees or [(t, p) for t in TENSOR_DEGREES for p in PIPELINE_DEGREES]:
         begun = time.perf_counter()
-        tried.append(priced(asked, tensor, pipeline))
+        tried.append(priced(asked, *each))
         print(line(tried[-1], time.perf_counter() - begun), flush=True)
-    if any((each.tensor, each.pipeline) == (1, 1) for each in tried):
+    if any(each.degrees == (1, 1, 1) for each in tried):
         print(layout_rows(tried).verdict)
 
 

@@ -25,11 +25,12 @@ from typing import Any
 from captured import captured
 from common import Row, deliver, parser
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit
 from osdp.model.graph import ModelGraph
+from osdp.planning import plan_graph
 from osdp.sharding import FREE, REPLICATE
 
 WAYS = ("DDP", "ZeRO-2", "FSDP", "HSDP")

@@ -19,13 +19,14 @@ from time import perf_counter
 from captured import captured
 from common import Row, deliver, parser
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit, UsageError
 from osdp.model.graph import ModelGraph
 from osdp.model.source import presets
+from osdp.planning import plan_graph
 
 CLUSTERS = ("8xA100-80GB", "8xH100-80GB", "8x8xH100-80GB", "128x8xH100-80GB", "4xL4", "8xRTX-TITAN")
 GLOBAL_BATCH = 1024

@@ -4,19 +4,24 @@ Runs every way to train in turn, several rounds of each in the same processes, o
 
     python benchmarks/bench_runtime.py --hosts 4 --across 500mbit
 
-The limit of a way is the longer of its compute alone and its bytes at the link's rate.
+The limit of a way is the longer of its compute alone and its bytes at the link's rate. CPU seconds are those of rank 0
+for a step, of all its threads and of the one that trains; unlike seconds by the clock they mean something on a machine
+that does other work. `--profile replicate` prints where rank 0 spends them in Python.
 """
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 from cluster import SimulatedCluster, bits_per_second
@@ -24,9 +29,18 @@ from cluster.ranks import Start
 from common import Row, deliver, met, parser
 
 ALONE, DDP, FSDP2 = "compute alone", "DDP", "FSDP2"
-MODES = ("replicate", "keep", "free")
+APART = "apart"  # replicas, each reduced by itself
+MODES = ("replicate", APART, "keep", "free")
 WAYS = (ALONE, DDP, FSDP2, *MODES)
-TRAFFIC = {ALONE: 0, DDP: 2, FSDP2: 3, "replicate": 2, "keep": 2, "free": 3}  # in units of parameters * (N-1)/N
+TRAFFIC = {
+    ALONE: 0,
+    DDP: 2,
+    FSDP2: 3,
+    "replicate": 2,
+    APART: 2,
+    "keep": 2,
+    "free": 3,
+}  # in units of parameters * (N-1)/N
 
 
 def arguments() -> ArgumentParser:
@@ -41,6 +55,8 @@ def arguments() -> ArgumentParser:
     made.add_argument("--batch", type=int, default=1, help="samples a rank (default %(default)s)")
     made.add_argument("--steps", type=int, default=3, help="steps of a round (default %(default)s)")
     made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--recompute", action="store_true", help="recompute every block in backward")
+    made.add_argument("--profile", metavar="WAY", help="after the rounds, profile three steps of this way on rank 0")
     made.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
     made.add_argument("--worker", action="store_true", help="run as one rank; the benchmark starts these itself")
     return made
@@ -60,7 +76,7 @@ def main() -> int:
 
 
 def _show(start: Start, stream: str, line: str) -> None:
-    if start.rank == 0 and line.startswith("round"):
+    if start.rank == 0 and (line.startswith("round") or stream == "stderr"):
         print(line.rstrip(), file=sys.stderr, flush=True)
 
 
@@ -74,13 +90,14 @@ def table(measured: dict[str, dict[str, Any]], args: Namespace) -> list[Row]:
         limit = max(alone, wire / rate)
         against = FSDP2 if way == "free" else DDP
         row: Row = {"way": way, "s/step": figures["seconds"], "limit s": limit}
+        row["CPU s/step"], row["training thread CPU s"] = figures["cpu_seconds"], figures["thread_seconds"]
         row["limit/measured"] = limit / figures["seconds"]
         row["peak MB"] = figures["peak"] / 1e6
         if way in MODES and against in measured:
             row["against"] = against
             row["speed x"] = measured[against]["seconds"] / figures["seconds"]
             row["peak x"] = figures["peak"] / measured[against]["peak"]
-            row["target x"] = {"replicate": 0.95, "keep": 1.0, "free": 1.3}[way]
+            row["target x"] = {"replicate": 0.95, APART: 0.95, "keep": 1.0, "free": 1.3}[way]
             row[""] = met(row["speed x"], row["target x"], least=True)
         rows.append(row)
     return rows
@@ -94,35 +111,58 @@ def work(args: Namespace) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     steps = {way: _trainer(way, args) for way in args.ways.split(",")}  # all of them hold memory: peaks come later
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    seconds: dict[str, list[tuple[float, float, float]]] = {way: [] for way in steps}
     for step in steps.values():
         step()
         step()
     for number in range(args.rounds):
         for way, step in steps.items():
             dist.barrier()
-            began = perf_counter()
+            began = _clocks()
             for _ in range(args.steps):
                 step()
+            cpu = _clocks()[1:]
             dist.barrier()
-            seconds[way].append((perf_counter() - began) / args.steps)
+            ended = (perf_counter(), *cpu)
+            seconds[way].append(tuple((b - a) / args.steps for a, b in zip(began, ended, strict=True)))
         if dist.get_rank() == 0:
-            now = {way: round(each[-1], 3) for way, each in seconds.items()}
-            print(f"round {number + 1} of {args.rounds}: {now}", flush=True)
+            now = {way: tuple(round(figure, 3) for figure in each[-1]) for way, each in seconds.items()}
+            print(f"round {number + 1} of {args.rounds}, seconds, CPU, training thread's: {now}", flush=True)
     from osdp.profiling.trial import peak_above_start
 
+    if args.profile:
+        _profile(steps[args.profile])
     figures: dict[str, Any] = {"model": f"{args.layers} x {args.width} GPT, batch {args.batch} x {args.seq_len}"}
     ways = list(steps)
     del step
     steps.clear()
     for way in ways:
         peak = peak_above_start(partial(_two_steps, way, args))
-        figures[way] = {"seconds": statistics.median(seconds[way]), "peak": peak, "parameters": _parameters(args)}
+        clock, cpu, thread = (statistics.median(each) for each in zip(*seconds[way], strict=True))
+        figures[way] = {"seconds": clock, "cpu_seconds": cpu, "thread_seconds": thread, "peak": peak}
+        figures[way]["parameters"] = _parameters(args)
     if dist.get_rank() == 0:
         print(json.dumps(figures), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+def _clocks() -> tuple[float, float, float]:
+    """By the wall, CPU of this process, CPU of the thread that trains."""
+    return perf_counter(), process_time(), thread_time()
+
+
+def _profile(step: Callable[[], None]) -> None:
+    import torch.distributed as dist
+
+    profiler = cProfile.Profile(thread_time)
+    profiler.enable()
+    for _ in range(3):
+        step()
+    profiler.disable()
+    if dist.get_rank() == 0:
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(45)
 
 
 def _two_steps(way: str, args: Namespace) -> None:
@@ -140,6 +180,14 @@ def _model(args: Namespace) -> Any:
     return GPT(GPTConfig(args.vocab, args.seq_len, (args.layers,), (args.width,), tied=False))
 
 
+def _recomputed(model: Any, args: Namespace) -> Any:
+    from torch.distributed._composable import checkpoint
+
+    for block in model.blocks if args.recompute else ():
+        checkpoint(block)
+    return model
+
+
 def _parameters(args: Namespace) -> int:
     return sum(parameter.numel() for parameter in _model(args).parameters())
 
@@ -151,11 +199,11 @@ def _trainer(way: str, args: Namespace) -> Callable[[], None]:
 
     model: nn.Module = _model(args)
     if way == DDP:
-        model = nn.parallel.DistributedDataParallel(model)
+        model = nn.parallel.DistributedDataParallel(_recomputed(model, args))
     elif way == FSDP2:
         from torch.distributed.fsdp import fully_shard
 
-        for block in model.blocks:
+        for block in _recomputed(model, args).blocks:
             fully_shard(block)
         fully_shard(model)
     elif way in MODES:
@@ -171,11 +219,15 @@ def _trainer(way: str, args: Namespace) -> Callable[[], None]:
             cluster,
             precision="fp32",
             batch=args.batch,
-            modes=[way],
+            modes=["replicate" if way == APART else way],
             split=False,
-            recompute=False,
+            recompute="full" if args.recompute else False,
         )
+        if way == APART:
+            plan = replace(plan, units=tuple(replace(unit, reduced_with=None) for unit in plan.units))
         model = osdp.parallelize(model, plan)
+    elif way == ALONE:
+        model = _recomputed(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     tokens = torch.randint(args.vocab, (args.batch, args.seq_len + 1), generator=generator)

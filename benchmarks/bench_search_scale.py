@@ -20,25 +20,16 @@ import numpy as np
 from captured import captured
 from common import Row, deliver, met, parser, timed
 
-from osdp.api import plan_graph
 from osdp.batching import LARGEST_MICRO_BATCH
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 from osdp.search.batches import Candidate, largest_batch, search_batches
-from osdp.search.problem import (
-    Amount,
-    Problem,
-    Rows,
-    Seconds,
-    ShapeTable,
-    StageChoice,
-    StageTable,
-    UnitOption,
-    evaluate,
-)
+from osdp.search.evaluate import evaluate
+from osdp.search.problem import Amount, Problem, Rows, Seconds, StageChoice, StageTable, UnitOption, VariantTable
 from osdp.search.solve import solve_exactly
 from osdp.sharding import FREE, KEEP, MODES, REPLICATE
 
@@ -92,16 +83,18 @@ class Scaled:
         forward, backward = (table.round().astype(np.int64) * ALIGNMENT for table in tables)
         return replace(self.known[key], forward=forward, backward=backward)
 
-    def shape(self, shape: ShapeTable) -> ShapeTable:
+    def variant(self, variant: VariantTable) -> VariantTable:
         return replace(
-            shape,
-            units=tuple(tuple(self.option(option, (shape.key, option.key)) for option in unit) for unit in shape.units),
-            forward=self.rows(shape.forward),
-            backward=self.rows(shape.backward),
-            saved=self.nbytes(shape.saved, self.activations),
-            freed=self.nbytes(shape.freed, self.activations),
-            forward_seconds=shape.forward_seconds * self.compute,
-            backward_seconds=shape.backward_seconds * self.compute,
+            variant,
+            units=tuple(
+                tuple(self.option(option, (variant.key, option.key)) for option in unit) for unit in variant.units
+            ),
+            forward=self.rows(variant.forward),
+            backward=self.rows(variant.backward),
+            saved=self.nbytes(variant.saved, self.activations),
+            freed=self.nbytes(variant.freed, self.activations),
+            forward_seconds=variant.forward_seconds * self.compute,
+            backward_seconds=variant.backward_seconds * self.compute,
         )
 
 
@@ -125,7 +118,7 @@ class DistinctLayers:
         real = self.tables.problem(batch, limit=self.limit, time_batch=time_batch)
         block = real.stages[len(real.stages) // 2]
         stages = [
-            StageTable(tuple(size.shape(shape) for shape in block.shapes), index, exposed=index == 0)
+            StageTable(tuple(size.variant(variant) for variant in block.variants), index, exposed=index == 0)
             for index, size in enumerate(self.sizes)
         ]
         self.made_seconds += perf_counter() - began
@@ -135,8 +128,8 @@ class DistinctLayers:
 def _choices(stage: StageTable) -> list[StageChoice]:
     return [
         StageChoice(number, options)
-        for number, shape in enumerate(stage.shapes)
-        for options in product(*([(o, 1) for o in range(len(unit))] for unit in shape.units))
+        for number, variant in enumerate(stage.variants)
+        for options in product(*([(o, 1) for o in range(len(unit))] for unit in variant.units))
     ]
 
 

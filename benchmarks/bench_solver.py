@@ -62,7 +62,7 @@ def piece(number: int, models: list[str]) -> Counter[str]:
     for _ in range(PROBLEMS):
         limit = int(cluster.limit_bytes * 2 ** draw.uniform(-4, 3))
         batch = draw.choice((1, 2, 4, 6, 16))
-        recomputed = draw.choice(tables.variants)
+        recomputed = draw.choice(tables.recompute_cases)
         problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=recomputed)
         on, off, said = bounds(problem)
         found["problems"] += 1

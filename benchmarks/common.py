@@ -1,8 +1,10 @@
-"""What the planning benchmarks share: rows with a target, a table of them, and a clock. It imports no torch."""
+"""What benchmarks share: rows with a target, a table of them, a clock, a free port. It imports no torch."""
 
 from __future__ import annotations
 
 import json
+import random
+import socket
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
@@ -39,6 +41,17 @@ def timed(run: Callable[[], T], *, times: int = 1) -> tuple[T, float]:
         result = run()
         best = min(best, perf_counter() - began)
     return result, best
+
+
+def free_port() -> int:
+    """A port that nobody has, below those that the system gives to connections: these take a free one any moment."""
+    draw = random.SystemRandom()
+    while True:
+        try:
+            with socket.create_server(("127.0.0.1", draw.randrange(10_000, 32_000))) as server:
+                return server.getsockname()[1]
+        except OSError:
+            continue
 
 
 def _text(value: object) -> str:

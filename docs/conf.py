@@ -10,7 +10,7 @@ project_copyright = "the osdp authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["make_questions.py"]
+exclude_patterns = ["*.py"]
 html_theme = "furo"
 html_title = f"osdp {release}"
 

@@ -65,9 +65,10 @@ QUESTIONS = (
     Question(
         "How much memory do I save with the optimizer on the CPU?",
         "osdp plan llama3-8b --cluster 8xA100-40GB --batch 1 --memory 24GiB",
-        (RATE, "Any of these", "What would"),
-        "Where nothing fits, the page lists what single changes would reach, the optimizer's states on the CPU"
-        " among them.",
+        (MEMORY, "Memory of each node's host"),
+        "Where nothing fits otherwise, whole units are on the host (parameters, gradients and optimizer states), and"
+        " inputs of blocks that are recomputed. Without them the smallest peak is 25.2 GiB, 2.9 GiB above the limit:"
+        " `--offload none` says so.",
     ),
     Question(
         "Which activation checkpointing should I use?",
@@ -84,7 +85,7 @@ QUESTIONS = (
     ),
     Question(
         "What if I checkpoint some blocks only?",
-        "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8 --no-recompute",
+        "osdp plan gpt2-xl --cluster 8xRTX-3090 --batch 8 --no-recompute --offload none",
         (RATE,),
         "That is what question 7 does. Without any recompute, the same batch:",
     ),

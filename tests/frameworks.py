@@ -45,14 +45,14 @@ def planned_model(plan: Plan, folder: Path) -> nn.Module:
     return osdp.load_pretrained(model, folder)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+def adamw(model: nn.Module, eps: float = 1e-8) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, eps=eps)
 
 
-def own_loop(plan: Plan, folder: Path) -> tuple[nn.Module, list[float]]:
+def own_loop(plan: Plan, folder: Path, eps: float = 1e-8) -> tuple[nn.Module, list[float]]:
     """The model after training, and the loss of every step over all ranks."""
     model = planned_model(plan, folder)
-    optimizer = adamw(model)
+    optimizer = adamw(model, eps)
     losses = []
     for step in range(STEPS):
         total = torch.zeros(())

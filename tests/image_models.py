@@ -9,9 +9,10 @@ from torch import Tensor, nn
 WIDTH, LENGTH, CLASSES = 16, 6, 5
 
 
-def image(batch: int = 2) -> tuple[Tensor, Tensor]:
+def image(batch: int = 2, size: int = 16) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, 3, 16, 16, generator=generator), torch.randint(CLASSES, (batch,), generator=generator)
+    pixels = torch.randn(batch, 3, size, size, generator=generator)
+    return pixels, torch.randint(CLASSES, (batch,), generator=generator)
 
 
 class Residual(nn.Module):

@@ -332,7 +332,8 @@ class IdleTower(nn.Module):
 Example = Callable[[], Any]
 MANY: dict[type[nn.Module], Example] = {
     **dict.fromkeys((Encoder, EncoderDecoder, Attention, Mamba, Recurrent, Routed, Shared, IdleTower), sequence),
-    **dict.fromkeys((ResNet, ResNet50, ConvNeXt), image),
+    **dict.fromkeys((ResNet, ConvNeXt), image),
+    ResNet50: lambda: image(8, 64),
     UNet: noisy,
     **dict.fromkeys((Contrastive, GatheredContrastive), lambda: (sequence()[0], sequence()[0].flip(1))),
     Preference: answers,

@@ -139,12 +139,14 @@ class UnusedGradients(Model):
 
 
 class UnusedBeside(Model):
-    """A parameter of the model itself, beside a module that is never called."""
+    """A parameter of the model itself, beside modules that are never called; one of these shares the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.never = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Embedding(VOCAB, WIDTH)
+        self.spare.weight = self.tokens.weight
 
     def body(self, x: Tensor) -> Tensor:
         return super().body(x) * self.scale

@@ -14,12 +14,12 @@ from small_models import captured
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from osdp.api import plan_units, uncalled_parameters
+from osdp.answer import plan_units, uncalled_parameters
 from osdp.cluster import Cluster
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.model.graph import ModelGraph
-from osdp.planfile import Plan, PlanUnit, unpriced_plan
+from osdp.planfile import Depth, Plan, PlanUnit, unpriced_plan
 from osdp.recompute import Recompute
 from osdp.runtime.split import SplitOperator
 from osdp.sharding import REPLICATE, Scope
@@ -47,28 +47,34 @@ def plan_by_hand(
     accumulation: int = 1,
     reduce_once: Sequence[bool] = (False,),
     all_reduce_once: Sequence[bool] = (False,),
+    gather_once: Sequence[bool] = (False,),
     two_levels: Sequence[bool] = (True, False),
+    prefetch: Sequence[Depth] = (1,),
     device: str = "CPU",
 ) -> Plan:
-    """Modes, and (slices, sharded slices) of what can be split, go round over the units, recompute over the blocks.
+    """Modes, and (slices, sharded slices) of what can be split, go round over the units; over the blocks recompute and,
+    where they are gathered by operators, `prefetch`.
 
     `two_levels` goes round over the units that are sharded over several nodes, `all_reduce_once` over those that are
-    sharded within nodes and not reduced once.
+    sharded within nodes and not reduced once, `gather_once` over those that are kept and not in slices.
     """
     graph = captured(model, "bf16" if precision != "fp32" else "fp32", device) if isinstance(model, str) else model
-    shapes, again = Shapes(graph), cycle(recompute)
+    variants, again, depth = Variants(graph), cycle(recompute), cycle(prefetch)
     chosen = []
-    for index, stage in enumerate(shapes.graph.stages):
-        known = {shape.granularity for shape in shapes.of(index)}
+    for index, stage in enumerate(variants.graph.stages):
+        known = {variant.granularity for variant in variants.of(index)}
         wanted = next(g for g in (granularity, WHOLE, OPERATORS) if g in known)
-        shape = Shape(wanted, how(next(again) if stage.is_block else any(recompute)))
-        selective = shape.recompute is Recompute.SELECTIVE
-        if selective and shape not in shapes.of(index):  # parts of blocks, and what lies outside them
-            shape = Shape(wanted, Recompute.FULL)
-        chosen.append(shape)
-    layout = shapes.layout(chosen)
+        variant = Variant(wanted, how(next(again) if stage.is_block else any(recompute)))
+        selective = variant.recompute is Recompute.SELECTIVE
+        if selective and variant not in variants.of(index):  # parts of blocks, and what lies outside them
+            variant = Variant(wanted, Recompute.FULL)
+        if stage.is_block and wanted == OPERATORS:
+            variant = replace(variant, prefetch=next(depth))
+            assert variant.prefetch == 1 or variant in variants.of(index), f"{stage.name} cannot prefetch two units"
+        chosen.append(variant)
+    layout = variants.layout(chosen)
     mode, split, once, two = cycle(modes), cycle(splits), cycle(reduce_once), cycle(two_levels)
-    across = cycle(all_reduce_once)
+    across, stays = cycle(all_reduce_once), cycle(gather_once)
     cluster = Cluster.parse(f"{world}x{device}")
     units = []
     for unit in plan_units(layout, [Option(next(mode), reduce_once=next(once)) for _ in layout.units]):
@@ -78,7 +84,8 @@ def plan_by_hand(
         sharded = sharded if unit.mode == REPLICATE else max(1, sharded)
         late = unit.sharding.is_reduced_across and not unit.reduce_once and next(across)
         held = {"splits": slices, "sharded_splits": sharded}
-        units.append(replace(unit, **held, two_levels=on_two, all_reduce_once=late))
+        gathered = unit.sharding.is_kept and slices == 1 and next(stays)
+        units.append(replace(unit, **held, two_levels=on_two, all_reduce_once=late, gather_once=gathered))
     uncalled = uncalled_parameters(graph, layout)
     return _plan(graph.name, cluster, units, precision, reduce_dtype, optimizer, batch_size, accumulation, uncalled)
 

@@ -18,14 +18,21 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# What ranks need and are slow to load; the first forward of an FSDP2 module loads torch's compiler.
+# What ranks need and are slow to load: a second of CPU time for each rank. The first forward of an FSDP2 module loads
+# torch's compiler, the first model of Hugging Face the list of all its models.
 _LOADED = [
+    "hypothesis",
+    "osdp.api",
+    "osdp.model.source",
     "osdp.runtime.apply",
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "transformers.masking_utils",
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
     "transformers.pytorch_utils",
 ]
 
@@ -36,7 +43,11 @@ class RankFailed(AssertionError):
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 60) -> list[Any]:
     """What `function(*args)` returns on each rank of a process group, in order. The first failure ends all ranks."""
-    payload = pickle.dumps((function, args))  # not multiprocessing's way, which shares tensors' memory
+    # A collective may take half of the time: on a busy machine rank 0 plans for long while the others wait for it.
+    collective_seconds = max(30.0, timeout_seconds / 2)
+    payload = pickle.dumps(
+        (function, args, collective_seconds)
+    )  # not multiprocessing's way, which shares tensors' memory
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(rank, world_size, f"file://{folder}/store", payload) for rank in range(world_size)]
         try:
@@ -96,9 +107,9 @@ def _rank(sender: Connection, rank: int, world_size: int, store: str, payload: b
     # A Linear's output is a view of its matrix product; FSDP2 says that it must not be changed in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     try:
-        function, args = pickle.loads(payload)
+        function, args, seconds = pickle.loads(payload)
         dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+            "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
         )
         answer = pickle.dumps((None, function(*args)))
         dist.barrier()  # a rank that leaves early breaks the connections of those that still compute

@@ -123,6 +123,7 @@ def source(name: str) -> ModelSource:
         "adapters": odd("adapters", Adapters),
         "idle-operators": odd("idle-operators", IdleOperators),
         "idle-tower": odd("idle-tower", IdleTower),
+        "gpt-deep": gpt(layers=(8,)),
         "gpt-untied": gpt(tied=False),
         "gpt-uneven": gpt(vocab=97, tied=True),  # neither 97 nor 32 divides by 3
         "gpt-pyramid": gpt(layers=(2, 2), widths=(16, 32), tied=False),
@@ -131,8 +132,8 @@ def source(name: str) -> ModelSource:
 
 
 @cache
-def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU") -> ModelGraph:
-    """The model with the kernels of a device."""
+def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU", **more: bool) -> ModelGraph:
+    """The model with the kernels of a device; `on_host` and `compiled` are those of `capture`."""
     model = source(name)
     return capture(
         model.build_on_meta(),
@@ -142,4 +143,5 @@ def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU") -> ModelGr
         compute_dtype=compute_dtype,
         seq_len=model.seq_len,
         device=device(on),
+        **more,
     )

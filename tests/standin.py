@@ -128,6 +128,9 @@ class Device:
     def device_count(self) -> int:
         return 1
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
     def ran(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """An operation on the current stream."""
         self.look_for_freed()

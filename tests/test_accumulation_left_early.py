@@ -2,8 +2,9 @@
 
 The micro-batches of a step are left by `break` or by an exception that is caught, before, in and after forward, outside
 and inside of the loop; or a backward fails. Losses, gradients and weights of all steps are compared with those of one
-process that does the same, on two, three and 2 x 2 ranks, with both
-engines, for units that are reduced once, all-reduced across nodes once, and for others.
+process that does the same, on two, three and 2 x 2 ranks, with both engines, for units that are reduced once,
+all-reduced across nodes once, gathered once, and for others. A rank that fails alone is not let on: its collectives no
+longer match the others'.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from odd_models import Model, Twice, built, data
 from planned import whole_gradients, whole_parameters
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 from torch import Tensor, nn
 from trained import Trained, same, sgd, three_plans
 
@@ -25,6 +26,7 @@ import osdp
 from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.errors import OsdpError
 from osdp.planfile import Plan
+from osdp.runtime import alike
 
 TIMES, EACH = 3, 12  # micro-batches of a step, and samples in each
 STEPS, EARLY = 3, 1  # the step that ends early
@@ -158,9 +160,10 @@ def on_ranks(kind: type[nn.Module], plan: Plan, engine: Engine) -> list[Trained]
 def test_steps_that_end_early_are_those_of_a_single_process(
     kind: type[nn.Module], world: str, shape: int, engine: Engine
 ) -> None:
-    late = {"reduce_once": (True, False, True), "all_reduce_once": (True,)}
+    late = {"reduce_once": (True, False, True), "all_reduce_once": (True,), "gather_once": (True,)}
     plan = three_plans(kind, world, **late, accumulation=TIMES)[shape]
     assert any(unit.all_reduce_once for unit in plan.units) == (world == "2x2")
+    assert any(unit.gather_once for unit in plan.units)
     truths = [train(built(kind), way) for way in WAYS]
     for runs in run_ranks(plan.cluster.world_size, on_ranks, kind, plan, engine, timeout_seconds=120):
         for way, run, truth in zip(WAYS, runs, truths, strict=True):
@@ -210,3 +213,22 @@ def test_gradients_that_are_not_whole_are_refused_until_they_are_cleared() -> No
         assert "step after the loop" in said.pop("step inside of the loop")
         assert len(said) == 4
         assert all("the last backward failed" in words and "zero_grad()" in words for words in said.values())
+
+
+def alone(plan: Plan, engine: Engine, place: str) -> None:
+    """Rank 1 fails alone, catches it and goes on; the other is left in the middle of its collectives."""
+    alike.WAIT_SECONDS = 1.0
+    model = osdp.parallelize(built(Model), plan, engine=engine)
+    failing, batch = Failing(model), data(4, seed=0)
+    for step in range(3):
+        failing.now = place if dist.get_rank() == 1 and step == 1 else ""
+        with contextlib.suppress(Wrong):
+            model(*batch).backward()
+
+
+@pytest.mark.parametrize(("engine", "shape"), [(ASYNC_GLOO, 0), (STOCK, 2)])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_rank_that_fails_alone_is_refused(engine: Engine, shape: int, place: str) -> None:
+    sentence = f"a {place} failed on rank 1, and not on rank 0, so that their collectives no longer match; let the"
+    with pytest.raises(RankFailed, match=f"rank 1 of 2: (?s:.*)OsdpError: {sentence}"):
+        run_ranks(2, alone, three_plans(Model, "2")[shape], engine, place, timeout_seconds=20)

@@ -13,12 +13,13 @@ from small_models import captured
 from osdp.baselines import WAYS, baselines
 from osdp.batching import Batching
 from osdp.cluster import Cluster, parse_bytes
+from osdp.cost.buckets import can_join, joined
 from osdp.cost.graph import StepGraph, step_graph
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.planfile import Baseline
-from osdp.recompute import Recompute
+from osdp.recompute import EVERY_RECOMPUTE, Recompute
 
 MODES = dict(WAYS)
 
@@ -33,12 +34,18 @@ def found(cluster: Cluster, **changes: int) -> tuple[Baseline, ...]:
 
 
 def priced(baseline: Baseline, cluster: Cluster, batch: int, accumulation: int = 1, *, once: bool = False) -> StepGraph:
-    """The step of a baseline without tables and search: every block one unit, every unit in the one mode."""
+    """The step of a baseline without tables and search: every block one unit, every unit in the one mode.
+
+    DDP's reductions are joined up to torch's 25 MiB where the engine can.
+    """
     graph = captured("gpt")
-    shapes = [Shape(WHOLE, baseline.recompute) if stage.is_block else Shape(OPERATORS) for stage in graph.stages]
-    layout = Shapes(graph).layout(shapes)
+    variants = [Variant(WHOLE, baseline.recompute) if stage.is_block else Variant(OPERATORS) for stage in graph.stages]
+    layout = Variants(graph).layout(variants)
     options = [Option(MODES[baseline.name], reduce_once=once)] * len(layout.units)
-    return step_graph(layout, options, batch, replace(Training.of(), accumulation=accumulation), cluster)
+    training = replace(Training.of(), accumulation=accumulation)
+    if baseline.name == "DDP" and can_join(training, cluster):
+        options = joined(layout, options, 25 << 20, training)
+    return step_graph(layout, options, batch, training, cluster)
 
 
 @pytest.mark.parametrize(("word", "memory"), [("4xCPU", "3MiB"), ("2x2xA100-40GB", "4MiB")])
@@ -65,7 +72,7 @@ def test_cost_and_the_smallest_batch_close_to_the_best_rate(word: str, memory: s
 def test_what_does_not_fit_is_flagged() -> None:
     cluster = machines("8xCPU", "500KiB")
     by_name = {(b.name, b.recompute): b for b in found(cluster)}
-    for again in Recompute:
+    for again in EVERY_RECOMPUTE:
         replicated = by_name["DDP", again]
         assert not replicated.feasible
         assert (replicated.batch_size, replicated.accumulation) == (0, 0)
@@ -116,5 +123,7 @@ def test_recompute_trades_speed_for_room() -> None:
     plain, selective, full = (b for b in found(cluster) if b.name == "FSDP")
     assert full.batch_size > selective.batch_size > plain.batch_size
     at_once = {b.recompute: b for b in found(cluster, batch=1) if b.name == "FSDP"}
-    seconds, peaks = ([getattr(at_once[how], name) for how in Recompute] for name in ("step_seconds", "peak_bytes"))
+    seconds, peaks = (
+        [getattr(at_once[how], name) for how in EVERY_RECOMPUTE] for name in ("step_seconds", "peak_bytes")
+    )
     assert seconds == sorted(set(seconds)) and peaks == sorted(set(peaks), reverse=True)

@@ -9,12 +9,12 @@ from functools import cache, partial
 import pytest
 from small_models import captured
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster, TimedOptimizer
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 from osdp.tuning.calibrate import Factors, MeasuredStep, calibrate, corrected
 

@@ -251,9 +251,9 @@ def raw_trace(model: ModelSource, batch: int, *, recompute: Recompute = Recomput
         args = tuple(torch.empty(t.shape, dtype=t.dtype) for t in args)
         kwargs = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in kwargs.items()}
         blocks = own_blocks(fake)
-        again = [fake.get_submodule(block) for block in blocks] if recompute else []
+        again = dict.fromkeys(blocks, recompute) if recompute else {}
         watched = runs.watched(fake, blocks)
-        return run_trace(fake, args, kwargs, loss=model.loss, watched=watched, recompute=again, how=recompute)
+        return run_trace(fake, args, kwargs, loss=model.loss, watched=watched, recompute=again)
 
 
 def joined(traces: list[Trace], batch: int) -> tuple[list[int], int]:

@@ -62,11 +62,29 @@ def test_a_killed_child_is_replaced_by_a_call_here() -> None:
 
 @pytest.mark.usefixtures("forking")
 def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_worker, "_PATIENCE", 0.2)
+    monkeypatch.setattr(fork_worker, "_IDLE_SECONDS", 0.3)
     parent = os.getpid()
     with ForkWorker[int]() as call:
         call.start(lambda: parent if os.getpid() == parent else time.sleep(60) or 0)
         assert call.result() == parent
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_child_that_works_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_worker, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(fork_worker, "_IDLE_SECONDS", 2.0)
+    parent, told = os.getpid(), list[float]()
+
+    def work() -> int:
+        # the CPU time of a forked copy begins at 0
+        while time.process_time() < 3.0:
+            pass
+        return os.getpid()
+
+    with ForkWorker[int]() as call:
+        call.start(work)
+        assert call.result(told.append) != parent
+    assert told == sorted(told) and told[-1] > 2.0
 
 
 @pytest.mark.usefixtures("forking")

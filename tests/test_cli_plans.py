@@ -61,7 +61,7 @@ def test_a_pin_that_matches_nothing_is_refused(capsys: pytest.CaptureFixture[str
 
 
 def test_what_does_not_fit_says_why_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--memory", "4MiB", "--quiet"]) == 3
+    assert main([*TINY, "--memory", "4MiB", "--offload", "none", "--quiet"]) == 3
     out, err = capsys.readouterr()
     assert out == ""
     assert "No plan fits" in err
@@ -70,7 +70,7 @@ def test_what_does_not_fit_says_why_and_what_would_help(capsys: pytest.CaptureFi
 
 
 def test_what_does_not_fit_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--memory", "4MiB", "--quiet", "--json"]) == 3
+    assert main([*TINY, "--memory", "4MiB", "--offload", "none", "--quiet", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     error = document["error"]
     assert document["version"] == PLAN_VERSION

@@ -4,6 +4,7 @@ is left behind, however a run ends."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from benchmarks.cluster import ClusterTimeout, ClusterUnavailable, SimulatedClus
 from benchmarks.cluster import network as net
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.check import measured_rates
+from benchmarks.cluster.devices import COMPUTE, GROUPS
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK LOCAL_WORLD_SIZE LOCAL_RANK GROUP_RANK OMP_NUM_THREADS"
@@ -165,6 +167,37 @@ def test_what_a_rank_leaves_running_ends_with_the_run() -> None:
     with SimulatedCluster(hosts=1) as cluster:
         (result,) = cluster.run(_python(code), timeout=30)
         assert _alive([int(result.stdout)]) == []
+
+
+def test_each_rank_computes_on_a_share_of_the_cpus_of_its_own() -> None:
+    """The first thread of each rank is in a group that has its share; a thread that communicates is outside of it."""
+    code = """
+import json, os, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+others = [each for each in os.listdir("/proc/self/task") if int(each) != os.getpid()]
+def group(thread):
+    with open(f"/proc/self/task/{thread}/cgroup") as file:
+        return next(line.strip().rpartition(":")[2] for line in file if ":cpu:" in line)
+until = time.monotonic() + 30
+while (found := {group(each) for each in others}) == {group(os.getpid())} and time.monotonic() < until:
+    time.sleep(0.05)
+began, used = time.monotonic(), time.thread_time()
+while time.monotonic() < began + 0.5:
+    pass
+print(json.dumps([group(os.getpid()), sorted(found), (time.thread_time() - used) / (time.monotonic() - began)]))
+"""
+    try:
+        cluster = SimulatedCluster(hosts=1, ranks_per_host=2, devices=True)
+    except ClusterUnavailable as error:
+        pytest.skip(str(error))
+    with cluster:
+        results = [json.loads(result.stdout) for result in cluster.run(_python(code), timeout=60)]
+    expected = min(1.0, COMPUTE * (os.cpu_count() or 1) / 2)
+    for own, others, used in results:
+        assert others == ["/"]
+        assert used < 1.2 * expected  # a busy machine gives less
+        assert not (GROUPS / own.lstrip("/")).exists()
+    assert len({own for own, *_ in results}) == 2
 
 
 # ---- the command

@@ -2,7 +2,8 @@
 
 - On two real ranks losses and weights are those of a single process that compiles nothing, in three modes, with
   recompute and without, on both engines, and nothing is compiled anew after the first step.
-- On the engine that was planned for, a step allocates no more than was planned.
+- On the engine that was planned for, a step allocates no more than was planned, with the memory of compiled blocks,
+  and than is planned with that of eager code.
 - The plan file says it, the page says it, its blocks are one unit each, and a block in parts is refused.
 """
 
@@ -44,9 +45,9 @@ def model() -> GPT:
     return GPT(CONFIG)
 
 
-def graph() -> ModelGraph:
+def graph(*, compiled: bool = False) -> ModelGraph:
     example = torch.zeros(1, 64, dtype=torch.long)
-    return capture(model(), (example, example), compute_dtype="fp32")
+    return capture(model(), (example, example), compute_dtype="fp32", compiled=compiled)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -102,6 +103,7 @@ def test_two_ranks_train_compiled_blocks_as_one_process_does_and_compile_once() 
     truth, _, _ = trained(alone)
     weights = whole_parameters(alone)
     planned = step_graph_of(plan, graph()).timeline().peak_bytes
+    traced = step_graph_of(plan, graph(compiled=True)).timeline().peak_bytes
     for runs in run_ranks(2, on_ranks, plan, timeout_seconds=500):
         for losses, graphs, peak, own in runs:
             torch.testing.assert_close(losses, truth, rtol=1e-5, atol=0)
@@ -110,6 +112,7 @@ def test_two_ranks_train_compiled_blocks_as_one_process_does_and_compile_once() 
             # four blocks in three modes: one graph for those recomputed and not, one for the selectively recomputed
             assert graphs[0] == graphs[-1] == 2
             assert peak <= planned
+            assert peak <= traced
 
 
 def test_a_compiled_plan_says_so_and_is_priced_as_such() -> None:

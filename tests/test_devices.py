@@ -30,7 +30,9 @@ def test_catalogue_lists_the_promised_devices() -> None:
 @pytest.mark.parametrize("one", devices(), ids=NAMES)
 def test_every_device_is_complete_and_sourced(one: Device) -> None:
     assert set(one.peak_flops) == set(DTYPES)
-    assert set(one.source) == {"memory", "flops", "bandwidth", "node_link", "network"}
+    host = set() if one.is_cpu else {"host", "host_link"}
+    assert set(one.source) == {"memory", "flops", "bandwidth", "node_link", "network", *host}
+    assert one.knows_host is not one.is_cpu
     assert all(len(text) > 10 for text in one.source.values())
     assert one.node_link.name
     assert one.network.name

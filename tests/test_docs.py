@@ -1,7 +1,7 @@
 """The documentation builds without a warning, and its Python is Python: names and keywords of osdp's are real.
 
-Every command of its console blocks is one that osdp takes, with a model that it knows. Blocks that need no ranks and no
-weights are run here, others in test_howto.py.
+Every command of its console blocks is one that osdp takes, with a model that it knows. Python blocks are run in
+test_pages_run.py.
 """
 
 from __future__ import annotations
@@ -16,25 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from pages import PAGES, ROOT, blocks
 
 import osdp
 from osdp.cli.main import build_parser
 from osdp.cluster import Cluster
-from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.source import presets
-
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 CONSOLE = re.compile(r"^```(?:console|bash|sh)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:torchrun .*?-m osdp|osdp) (.*)")
-
-
-def blocks(page: Path) -> list[str]:
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 def dotted(node: ast.expr) -> str:
@@ -68,18 +59,18 @@ def test_every_page_has_real_python() -> None:
     seen = 0
     for page in PAGES:
         for block in blocks(page):
-            for name, keywords in uses(ast.parse(block)):
+            for name, keywords in uses(ast.parse(block.text)):
                 value = looked_up(name)
                 seen += 1
                 if keywords and callable(value):
                     parameters = inspect.signature(value).parameters
-                    assert set(keywords) <= set(parameters), f"{page.name}: {name} has no {keywords}"
+                    assert set(keywords) <= set(parameters), f"{page}: {name} has no {keywords}"
     assert seen > 40
 
 
-def commands(page: Path) -> Iterator[list[str]]:
+def commands(page: str) -> Iterator[list[str]]:
     """The words of each osdp command in fenced and indented blocks; lines that leave something out have an ellipsis."""
-    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+    text = re.sub(r"\\\n\s*", " ", (ROOT / page).read_text(encoding="utf-8"))
     for block in (*CONSOLE.findall(text), *INDENTED.findall(text)):
         for line in block.splitlines():
             found = COMMAND.match(line)
@@ -94,27 +85,12 @@ def test_every_command_is_one_that_osdp_takes(tmp_path: Path, monkeypatch: pytes
     Path("profile.toml").write_text(Cluster.parse("8xA100-80GB").to_toml())
     parser, seen = build_parser(), 0
     for page in PAGES:
-        for words in commands(page) if page.name != "log.md" else ():
+        for words in commands(page) if page != "docs/log.md" else ():
             arguments = parser.parse_args(words)  # exits where one is not known
             model = getattr(arguments, "model", None)
-            assert not model or re.search("[:/.]", model) or model in presets(), f"{page.name}: {' '.join(words)}"
+            assert not model or re.search("[:/.]", model) or model in presets(), f"{page}: {' '.join(words)}"
             seen += 1
     assert seen > 50
-
-
-def test_the_blocks_that_make_a_plan_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tutorial = next(block for block in blocks(ROOT / "docs/tutorial.md") if "def build()" in block)
-    space: dict[str, object] = {}
-    exec(tutorial, space)
-    model, inputs = space["build"]()  # type: ignore[operator]
-    assert model(*inputs).ndim == 0
-    planning = next(block for block in blocks(ROOT / "README.md") if "osdp.plan(" in block)
-    with torch.device("meta"):
-        small = GPT(GPTConfig(vocab_size=256, positions=16, layers=(2,), widths=(64,)))
-    tokens = torch.zeros(1, 16, dtype=torch.long)
-    exec(planning, {"model": small, "tokens": tokens, "targets": tokens.clone()})
-    assert osdp.Plan.load(tmp_path / "plan.json").global_batch == 256
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

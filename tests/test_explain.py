@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from small_models import captured
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.cli.main import main
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.report.difference import UnitChange, plan_difference
 from osdp.report.explanation import Explanation, bindings, explanation
 from osdp.sharding import MODES

@@ -35,7 +35,6 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import osdp
-from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
@@ -43,6 +42,7 @@ from osdp.errors import UsageError
 from osdp.export import TARGETS, export
 from osdp.model.capture import capture
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 # Executed by the packages
@@ -282,6 +282,25 @@ def test_plain_fsdp2_has_every_mode(tmp_path: Path) -> None:
     text = export(plan, graph_of("llama"), tiny("llama").build_on_meta(), target="fsdp2").text
     own, theirs = run_ranks(2, by_nodes, plan, text, tmp_path, timeout_seconds=120)[0]
     assert theirs == pytest.approx(own, abs=2e-5)
+
+
+def test_two_units_ahead_are_in_plain_fsdp2_and_said_to_be_lost_elsewhere() -> None:
+    graph, model = graph_of("llama"), tiny("llama").build_on_meta()
+    plan = plan_by_hand(graph, "2", modes=(FREE,), granularity="operators", prefetch=(1, 2), recompute=(False, True))
+    deep = [index for index, unit in enumerate(plan.units) if unit.prefetch == 2]
+    made = export(plan, graph, model, target="fsdp2")
+    found = run_text(made.text)
+    assert not made.degraded.lost
+    assert found["FORWARD_AHEAD"] == {index: [index + 1, index + 2] for index in range(deep[0] - 1, deep[-1] - 1)}
+    first, last = deep[1], deep[-1]  # the block's own unit comes before its operators, and backward reaches it first
+    assert {index: found["BACKWARD_AHEAD"][index] for index in (deep[0], last)} == {
+        deep[0]: [last, first],
+        last: [first, first + 1],
+    }
+    assert any(
+        "none of its gathers two units ahead" in line
+        for line in export(plan, graph, model, target="transformers").degraded.lost
+    )
 
 
 @cache

@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 from small_models import captured, source
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.batching import Batching
 from osdp.cluster import Cluster
-from osdp.cost.lifetimes import PARTS
+from osdp.cost.positions import PARTS
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit, Remedy
 from osdp.infeasible import nothing_fits, smallest_timeline
 from osdp.model.capture import capture
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 from osdp.sharding import FREE, REPLICATE
 

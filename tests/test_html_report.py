@@ -19,13 +19,14 @@ import pytest
 from browser import Browser, chromium
 from small_models import captured
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.cli.main import main
 from osdp.cluster import format_bytes
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.report.html import report_html
 from osdp.report.measurements import Measurement, read_measurements
 from osdp.report.report_page import THE_PLAN, ReportPage, proof_sentence, report_page

@@ -8,7 +8,6 @@ A model or a mesh that does not go with it is refused with a sentence.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from planned import plan_of_units, whole_gradients, whole_parameters
 from ranks import run_ranks
+from runs import Run, difference
 from small_models import source
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,14 +43,6 @@ class Case(NamedTuple):
     modes: tuple[str, ...]
     engine: Engine
     by_hand: bool
-
-
-@dataclass(frozen=True)
-class Run:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor | None]
-    parameters: dict[str, Tensor]
 
 
 def batch(step: int, part: int = 0, parts: int = 1) -> Tensor:
@@ -142,21 +134,6 @@ def train(case: Case, folder: str) -> Run:
         norms.append(float(osdp.clip_grad_norm_(model.parameters(), MAX_NORM)))
         optimizer.step()
     return Run(losses, norms, whole_gradients(model), whole_parameters(model))
-
-
-def difference(found: Run, truth: Run) -> tuple[float, str]:
-    """The largest relative error, and of what."""
-    errors = [(abs(a - b) / b, f"loss {i}") for i, (a, b) in enumerate(zip(found.losses, truth.losses, strict=True))]
-    errors += [(abs(a - b) / b, f"norm {i}") for i, (a, b) in enumerate(zip(found.norms, truth.norms, strict=True))]
-    largest = max(float(each.abs().max()) for each in truth.gradients.values() if each is not None)
-    assert found.gradients.keys() == truth.gradients.keys()
-    for name, true in truth.gradients.items():
-        own = found.gradients[name]
-        assert true is not None and own is not None, name
-        errors.append((float((own - true).abs().max()) / largest, f"gradient of {name}"))
-        moved = float((found.parameters[name] - truth.parameters[name]).abs().max())
-        errors.append((moved / float(truth.parameters[name].abs().max()), name))
-    return max(errors)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,10 @@ from torch import Tensor
 
 from osdp.planfile import Plan
 
+# Lightning reduces at every micro-batch, our loop some units once a step: AdamW would turn the rounding between the two
+# into steps of full size where gradients are next to zero.
+EPS = 1e-4
+
 
 def trained(plan: Plan, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
     as_torchrun_starts_it()
@@ -48,9 +52,9 @@ def trained(plan: Plan, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self.model)
+            return adamw(self.model, EPS)
 
-    own, losses = own_loop(plan, folder)
+    own, losses = own_loop(plan, folder, EPS)
     module = Module()
     trainer = lightning.Trainer(
         **{"accelerator": "cpu", "devices": RANKS, "max_steps": STEPS, "gradient_clip_val": CLIP, "logger": False},

@@ -4,9 +4,12 @@
 - What it allocates is a chunk's logits, and no more than its gradients beside.
 - A plan states it and is dry-run to the byte; two real ranks train as one process with torch's loss does, GPT with tied
   weights and a Hugging Face model alike. A model whose loss is not known is refused.
+- Asked for auto, the plan takes chunks where only they fit and leaves the loss alone where they gain nothing.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 
 import osdp
 from osdp.cost.units import WHOLE
-from osdp.errors import UsageError
+from osdp.errors import DoesNotFit, UsageError
 from osdp.losses import ChunkedHead, chunk_loss, chunked_cross_entropy
 from osdp.model.capture import capture
 from osdp.model.gpt import GPT, GPTConfig
@@ -90,22 +93,56 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         chunk_loss(nn.Linear(2, 2), 4)
 
 
-def test_a_plan_states_it_needs_less_and_is_dry_run_to_the_byte() -> None:
-    config = GPTConfig(vocab_size=4096, positions=64, layers=(2,), widths=(64,), head_width=16, tied=False)
+def many_words(chunks: int | str, model: nn.Module | None = None, **more: Any) -> Plan:
     example = torch.zeros(1, 64, dtype=torch.long)
+    way = {"precision": "fp32", "batch": 8, "modes": ["free"], "recompute": False} | more
+    return osdp.plan(model or with_many_words(), (example, example), "2xCPU", loss_chunks=chunks, **way)
 
-    def build() -> GPT:
-        return GPT(config)
 
-    way = {"precision": "fp32", "batch": 8, "modes": ["free"], "recompute": False}
+def with_many_words() -> GPT:
     with torch.device("meta"):
-        plans = [osdp.plan(build(), (example, example), "2xCPU", loss_chunks=n, **way) for n in (1, 8)]
-        graph = capture(chunk_loss(build(), 8), (example, example), compute_dtype="fp32")
+        return GPT(GPTConfig(vocab_size=4096, positions=64, layers=(2,), widths=(64,), head_width=16, tied=False))
+
+
+@pytest.fixture(scope="module")
+def without_and_with() -> list[Plan]:
+    return [many_words(chunks) for chunks in (1, 8)]
+
+
+def test_a_plan_states_it_needs_less_and_is_dry_run_to_the_byte(without_and_with: list[Plan]) -> None:
+    plans, example = without_and_with, torch.zeros(1, 64, dtype=torch.long)
+    with torch.device("meta"):
+        graph = capture(chunk_loss(with_many_words(), 8), (example, example), compute_dtype="fp32")
     assert plans[1].predicted.peak_bytes < plans[0].predicted.peak_bytes / 2
     assert Plan.from_dict(plans[1].to_dict()).loss_chunks == 8 == plan_page(plans[1]).loss_chunks
     tokens = torch.empty(8, 64, dtype=torch.long, device="meta")
-    found = verify(plans[1], graph, build=build, inputs=lambda batch: ((tokens, tokens), {}), loss=lambda out: out)
+    found = verify(
+        plans[1], graph, build=with_many_words, inputs=lambda batch: ((tokens, tokens), {}), loss=lambda out: out
+    )
     assert found.error == 0 and found.collectives_match
+
+
+def test_auto_takes_chunks_where_only_they_fit(without_and_with: list[Plan]) -> None:
+    without, chunked = without_and_with
+    limit = (without.predicted.peak_bytes + chunked.predicted.peak_bytes) // 2
+    model = with_many_words()
+    found = many_words("auto", model, memory=limit)
+    assert found.loss_chunks == 8 and found.predicted.peak_bytes == chunked.predicted.peak_bytes
+    assert found.predicted.samples_per_second == chunked.predicted.samples_per_second
+    assert any(isinstance(module, ChunkedHead) for module in model.modules())  # it computes its loss as planned
+
+
+def test_auto_leaves_the_loss_alone_where_chunks_gain_nothing(without_and_with: list[Plan]) -> None:
+    without, chunked = without_and_with
+    found = many_words("auto")
+    assert found.loss_chunks == 1 and found.units == without.units
+    bounds = [each.certificate.bound for each in (without, chunked)]
+    assert found.certificate.bound == max(bounds)  # no plan of either space exceeds it
+
+
+def test_auto_says_that_neither_fits(without_and_with: list[Plan]) -> None:
+    with pytest.raises(DoesNotFit):
+        many_words("auto", memory=without_and_with[1].predicted.peak_bytes // 2)
 
 
 def llama() -> nn.Module:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_models import captured
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster, TimedOptimizer, TimedStage
 from osdp.cluster.measured import at_least, between
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 
 TIMES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=5)
@@ -81,9 +81,9 @@ def test_the_best_batch_is_found_though_larger_ones_are_slower_per_sample() -> N
     model, training = captured("gpt", "fp32"), Training.of("fp32")
     cluster = replace(Cluster.parse("2xCPU"), memory_bytes=1 << 26)
     cluster = timed(cluster, "gpt", f=(1.0, 1.5, 9.0), b=(1.0, 1.5, 9.0))
-    found = plan_graph(model, cluster, training, RULES)
+    found = plan_graph(model, cluster, training, RULES, join=False)
     assert found.certificate.status == "optimal"
-    each = {batch: plan_graph(model, cluster, training, RULES, batch=batch) for batch in (1, 2, 3, 4)}
+    each = {batch: plan_graph(model, cluster, training, RULES, batch=batch, join=False) for batch in (1, 2, 3, 4)}
     best = max(each, key=lambda batch: each[batch].predicted.samples_per_second)
     assert (found.batch_size, best) == (2, 2)
     assert found.predicted.samples_per_second == pytest.approx(each[2].predicted.samples_per_second)

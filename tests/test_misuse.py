@@ -64,9 +64,10 @@ def misused(plan: Plan) -> dict[str, Any]:
     found["twice back"] = backward_twice(osdp.parallelize(built(Model), plan))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        apart = tuple(replace(unit, reduced_with=None) for unit in plan.units)  # one of the engines joins none
         for engine in ENGINES.values():
             cluster = replace(plan.cluster, engine_name=engine.name)
-            osdp.parallelize(built(Model), replace(plan, cluster=cluster))
+            osdp.parallelize(built(Model), replace(plan, cluster=cluster, units=apart))
     found["other engine"] = [str(each.message) for each in warned if "engine" in str(each.message)]
     return found
 
@@ -80,7 +81,7 @@ def backward_twice(model: nn.Module) -> dict[str, Tensor | None]:
 
 def test_misuse_is_told() -> None:
     plan = osdp.plan(built(Model), data(2, seed=0), "2xCPU", batch=2, precision="fp32", optimizer="sgd")
-    plan = replace(plan, predicted=replace(plan.predicted, limit_bytes=plan.predicted.peak_bytes + 1000))
+    plan = replace(plan, predicted=replace(plan.predicted, limit_bytes=plan.predicted.peak_bytes - 1))
     for rank, found in enumerate(run_ranks(2, misused, plan)):
         assert "compiled model: call osdp.parallelize on the model itself" in found["compiled"]
         assert "is parallelized already" in found["twice"]

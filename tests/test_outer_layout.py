@@ -17,12 +17,11 @@ from pathlib import Path
 
 import pytest
 from small_models import source
+from torch import nn
 
-from osdp.api import plan_graph
 from osdp.batching import Batching
-from osdp.cli.main import main
 from osdp.cluster import Cluster
-from osdp.cost.outer import Clock, local_cluster, stage_graph, waiting_seconds, with_tensor_collectives
+from osdp.cost.outer import Clock, in_flight, local_cluster, stage_graph, waiting_seconds, with_tensor_collectives
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
@@ -33,7 +32,9 @@ from osdp.model.kernels import KernelKind
 from osdp.model.tensor_parallel import divide
 from osdp.plan_check import check_alone
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.report.layouts_page import layout_rows
+from osdp.runtime.larger_layout import find_mesh
 
 CLUSTER = Cluster.parse("2x4xH100-80GB")
 TRAINING = Training.of("bf16", "adamw", None)
@@ -97,10 +98,10 @@ def test_stages_have_every_operator_once_and_hold_what_is_in_flight(name: str) -
     ]
     tied = sum(p.numel for p in graph.parameters.values() if p.aliases)  # the first and the last stage have it each
     assert sum(stage.num_parameters for stage in stages) == graph.num_parameters + tied
-    for stage, in_flight in zip(stages, (3, 2, 1), strict=True):
+    for stage, held in zip(stages, (3, 2, 1), strict=True):
         (block,) = stage.blocks
         true = next(each for each in graph.blocks if each.name == block.name).plain
-        assert block.plain.forward_delta.per_sample == in_flight * true.forward_delta.per_sample
+        assert block.plain.forward_delta.per_sample == held * true.forward_delta.per_sample
         gone = block.plain.forward_delta + block.plain.backward_delta
         assert gone == true.forward_delta + true.backward_delta  # backward frees what forward has saved
 
@@ -116,6 +117,69 @@ def test_a_pipelines_step_takes_the_time_of_more_micro_batches_than_it_has() -> 
     assert plan.predicted.step_seconds == alone.predicted.step_seconds
     assert plan.predicted.samples_per_second == pytest.approx(48 / alone.predicted.step_seconds)
     assert plan.layout.bubble_seconds == pytest.approx(alone.predicted.step_seconds / 7)
+
+
+def blocks(count: int) -> ModelGraph:
+    """The tiny GPT with so many of its block in place of its own."""
+    graph, _ = divided("gpt", 1)
+    first, *_ = [stage for stage in graph.stages if stage.is_block]
+    at = graph.stages.index(first)
+    outside = [stage for stage in graph.stages if not stage.is_block]
+    return replace(graph, stages=(*outside[:at], *[first] * count, *outside[at:]))
+
+
+def test_interleaved_stages_have_every_chunk_once_and_hold_what_their_schedule_has_in_flight() -> None:
+    graph = blocks(8)
+    stages = [stage_graph(graph, 2, stage, 6, None, 2) for stage in range(2)]
+    assert [len(stage.blocks) for stage in stages] == [4, 4]
+    assert [stage.stages[0].is_block for stage in stages] == [False, True]  # the embedding is in the first part
+    assert [stage.stages[-1].is_block for stage in stages] == [True, False]  # and the head in the last
+    (true, *_) = [each.plain for each in graph.stages if each.is_block]
+    for stage, held in zip(stages, (2.5, 1.5), strict=True):
+        assert {each.plain.forward_delta.per_sample for each in stage.blocks} == {
+            round(held * true.forward_delta.per_sample)
+        }
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("interleave", [2, 3])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_what_is_in_flight_is_counted_as_the_schedule_runs(pipeline: int, interleave: int, rounds: int) -> None:
+    """By going through torch's own schedule: what every rank has begun and not yet ended, in chunks."""
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+    micro_batches = pipeline * rounds
+    for stage in range(pipeline):
+        schedule = object.__new__(ScheduleInterleaved1F1B)
+        values = {"n_local_stages": interleave, "pp_group_size": pipeline, "rank": stage}
+        vars(schedule).update(values, _n_microbatches=micro_batches, number_of_rounds=rounds)
+        vars(schedule).update(microbatches_per_round=pipeline, _num_stages=pipeline * interleave)
+        begun = most = 0
+        for action in schedule._calculate_single_rank_operations(stage):
+            kind = "" if action is None else action.computation_type.name
+            begun += (kind == "FORWARD") - (kind == "FULL_BACKWARD")
+            most = max(most, begun)
+        assert in_flight(pipeline, stage, micro_batches, interleave) * interleave == most
+
+
+def test_an_interleaved_pipeline_waits_for_its_share_of_the_bubble() -> None:
+    given = {"capture": lambda ranks: (blocks(8), ()), "batching": Batching(2, 8)}
+    plain, interleaved = (plan_inside(asked("gpt", **given), 1, 4, 0, v) for v in (1, 2))
+    assert str(interleaved.layout) == "tensor 1 × pipeline 4 in 2 chunks"
+    for plan, idle in ((plain, 3), (interleaved, 2)):
+        share = plan.layout.bubble_seconds / plan.predicted.step_seconds
+        assert share == pytest.approx(idle / (plan.accumulation + idle))
+    with pytest.raises(UsageError, match="is for 2 chunks of blocks on each stage"):
+        find_mesh(nn.Linear(1, 1), interleaved, None)
+
+
+def test_degrees_of_interleaving_that_do_not_go_are_refused() -> None:
+    with pytest.raises(UsageError, match="a multiple of 2 micro-batches"):
+        plan_inside(asked("gpt", capture=lambda ranks: (blocks(8), ()), batching=Batching(2, 5)), 1, 2, 0, 2)
+    with pytest.raises(UsageError, match="too few for 4 stages, or chunks of stages"):
+        plan_inside(asked("llama", batching=Batching(2, 6)), 1, 2, 0, 2)
+    with pytest.raises(UsageError, match="give --pipeline too"):
+        plan_inside(asked("llama"), 1, 1, None, 2)
 
 
 def test_the_local_cluster_shares_the_nodes_network() -> None:
@@ -146,8 +210,3 @@ def test_the_layouts_are_shown_side_by_side_and_the_best_is_taken() -> None:
     assert rates == sorted(rates, reverse=True) and rates[0] == best.predicted.samples_per_second
     assert all(row.reason for row in page.rows if row.ratio is None)
     assert "data parallelism alone" in page.verdict
-
-
-def test_experts_of_a_dimension_of_their_own_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt-48x1024", "--cluster", "4xL4", "--expert", "2"]) == 2
-    assert "--expert 2: experts over a mesh dimension of their own are not planned" in capsys.readouterr().err

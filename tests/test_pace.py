@@ -13,16 +13,14 @@ from torch import nn
 from osdp._torch import FakeTensorMode
 from osdp.model import pace
 from osdp.model.inputs import scaled_inputs
-from osdp.model.pace import KERNELS, Pace
+from osdp.model.pace import KERNELS, Pace, check_said
 from osdp.model.runs import BATCHES, Runner, _kernels_at, forward_kernels
 
 
 def runner(kind: type[nn.Module], length: int, mode: FakeTensorMode) -> Runner:
     example = torch.randn(2, length, WIDTH), sequence()[1]
     inputs = scaled_inputs(example)
-    return Runner.of(
-        many(kind), inputs, None, "fp32", mode, cut=lambda model: None, root_is_operator=False, device=None
-    )
+    return Runner.of(many(kind), inputs, None, "fp32", mode, root_is_operator=False, device=None)
 
 
 @pytest.mark.parametrize("kind", [Mamba, Attention])
@@ -70,3 +68,13 @@ def test_a_short_capture_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: p
     for _ in range(6):
         following.tick()
     assert not caplog.records
+
+
+def test_a_check_that_takes_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    say = check_said("a model", 2000)
+    for seconds in (5.0, 11.0, 16.0, 130.0):
+        say(seconds)
+    assert [record.message for record in caplog.records] == [
+        f"osdp: capturing a model: it is checked at its full depth of 2000 blocks, for {words} so far"
+        for words in ("11 s", "2 min")
+    ]

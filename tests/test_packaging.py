@@ -4,16 +4,20 @@ metadata, and the command of the installed wheel answers. What it needs to run i
 from __future__ import annotations
 
 import email
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import osdp
 
@@ -63,24 +67,48 @@ def test_the_metadata_says_what_the_package_is(built: tuple[Path, Path]) -> None
     assert metadata.get_payload().startswith("# osdp")
 
 
-def test_the_installed_command_answers(built: tuple[Path, Path], tmp_path: Path) -> None:
-    target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target)]
-    done = subprocess.run([*pip, str(built[0])], capture_output=True, text=True)
+def needed(name: str) -> set[str]:
+    """A distribution of this environment and all that its metadata asks for, without extras."""
+    found, left = set(), {canonicalize_name(name)}
+    while left:
+        found.add(each := left.pop())
+        asked = [Requirement(text) for text in importlib.metadata.requires(each) or ()]
+        left |= {canonicalize_name(r.name) for r in asked if not r.marker or r.marker.evaluate({"extra": ""})} - found
+    return found
+
+
+def empty_environment(folder: Path, wheel: Path) -> Path:
+    """A virtual environment with the wheel and what its metadata asks for, linked from here, as there is no network."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run(pip, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    for arguments in (["--help"], ["models"], ["export", "--help"]):
-        ran = subprocess.run(
-            [sys.executable, str(target / "bin" / "osdp"), *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert ran.returncode == 0 and "osdp" in ran.stdout + "osdp models" * (arguments == ["models"]), ran.stderr
-    where = [sys.executable, "-c", "import osdp; print(osdp.__file__, osdp.__version__)"]
-    found = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout.split()
-    assert found == [str(target / "osdp" / "__init__.py"), osdp.__version__]
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    for name in needed("osdp-torch") - {"osdp-torch"}:
+        for file in importlib.metadata.files(name) or ():
+            top = site / file.parts[0]
+            if file.parts[0] not in ("..", "__pycache__") and not top.exists():
+                top.symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / file.parts[0])
+    return python
+
+
+def test_the_command_answers_where_nothing_is_installed_but_what_is_declared(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    python = empty_environment(tmp_path / "empty", built[0])
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+    def printed(*command: str) -> str:
+        ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    osdp_command = str(python.with_name("osdp"))
+    assert "usage: osdp" in printed(osdp_command, "--help") and "gpt-tiny" in printed(osdp_command, "models")
+    assert "samples/s" in printed(osdp_command, "plan", "gpt-tiny", "--cluster", "8xL4", "--batch", "1")
+    where, version = printed(str(python), "-c", "import osdp; print(osdp.__file__, osdp.__version__)").split()
+    assert Path(where).is_relative_to(tmp_path / "empty") and version == osdp.__version__
 
 
 def test_the_hashed_list_has_the_pinned_versions_of_all_that_is_needed_to_run() -> None:

@@ -7,6 +7,7 @@ and a single process, read back.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,7 +107,9 @@ def plan_for(model: StageOf, stage: int) -> Plan:
         owner, _, key = name.rpartition(".")
         local.get_submodule(owner)._parameters[key] = nn.Parameter(local_tensor(parameter.detach()).to("meta"))
     units = {(name,): (FREE, KEEP, REPLICATE)[index % 3] for index, name in enumerate(names)}
-    return plan_of_units(local, "2", units, recompute=(f"blocks.{2 * stage}",))
+    plan = plan_of_units(local, "2", units, recompute=(f"blocks.{2 * stage}",))
+    held = [replace(unit, gather_once=unit.mode == KEEP) for unit in plan.units]
+    return replace(plan, units=tuple(held), accumulation=MICRO_BATCHES)
 
 
 def tensor_parallel(model: StageOf, mesh: DeviceMesh) -> None:

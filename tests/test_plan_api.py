@@ -13,13 +13,15 @@ from small_models import captured, source
 
 import osdp
 from osdp import Plan, UsageError
-from osdp.api import Progress, resolve
+from osdp.api import resolve
 from osdp.cost import units
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.infeasible import smallest_timeline
 from osdp.model import capture as capturing
-from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.planning import Progress
+from osdp.search.evaluate import Verdict, evaluate
+from osdp.search.problem import Problem, StageChoice
 from osdp.search.solve import lowest_peak, solve_exactly
 from osdp.sharding import FREE, FREE_IN_NODE, KEEP, REPLICATE
 
@@ -110,13 +112,13 @@ def climbed(problem: Problem, choice: tuple[StageChoice, ...], steps: int) -> Ve
     for _ in range(steps):
         changed = list(choice)
         for stage in rng.choices(range(len(changed)), k=rng.randint(1, 3)):
-            shapes, old = problem.stages[stage].shapes, changed[stage]
-            shape = old.shape if rng.random() < 0.8 else rng.randrange(len(shapes))
-            units = shapes[shape].units
-            options = list(old.options) if shape == old.shape else [(rng.randrange(len(unit)), 1) for unit in units]
+            variants, old = problem.stages[stage].variants, changed[stage]
+            variant = old.variant if rng.random() < 0.8 else rng.randrange(len(variants))
+            units = variants[variant].units
+            options = list(old.options) if variant == old.variant else [(rng.randrange(len(unit)), 1) for unit in units]
             unit = rng.randrange(len(options))
             options[unit] = rng.randrange(len(units[unit])), 1
-            changed[stage] = StageChoice(shape, tuple(options))
+            changed[stage] = StageChoice(variant, tuple(options))
         verdict = evaluate(problem, tuple(changed))
         if verdict.peak <= problem.limit and verdict.seconds <= best.seconds:
             choice, best = tuple(changed), verdict

@@ -123,10 +123,20 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a module of another unit": ({"modules": ["blocks.0", "embed"]}, "module 'embed' is in two units"),
     "two levels": ({"two_levels": True}, "is exchanged on two levels, which free on 2x4xA100-40GB is not"),
     "two granularities": ({"granularity": "parts"}, "block 'blocks.0' is gathered in two granularities"),
+    "deep though whole": ({"prefetch": 2}, "prefetches two units, which only blocks that are gathered by operators do"),
+    "deep slices": (
+        {"prefetch": 2, "granularity": "operators", "splits": 2, "sharded_splits": 2},
+        "has 2 slices and prefetches two units, which do not go together",
+    ),
     "all-reduced once": ({"all_reduce_once": True}, "is all-reduced across nodes once a step, which free is not"),
     "reduced twice once": (
         {"all_reduce_once": True, "reduce_once": True, "mode": "keep_in_node"},
         "is reduced once a step, so it cannot be reduced in the node more often",
+    ),
+    "gathered once": ({"gather_once": True}, "is gathered once a step, which free is not: only whole units that are"),
+    "slices gathered once": (
+        {"gather_once": True, "mode": "keep", "splits": 2, "sharded_splits": 2},
+        "is gathered once a step, which a unit in slices is not",
     ),
 }
 
@@ -136,6 +146,18 @@ def test_selective_recompute_is_of_whole_blocks_only(plan: Plan) -> None:
     assert Plan.from_dict(document).units[7].recompute is Recompute.SELECTIVE
     with pytest.raises(UsageError, match=r"'blocks\.3' is a part or in slices, and only whole blocks are recomputed"):
         Plan.from_dict(_changed(document, "units.7.splits", 2))
+
+
+def test_a_block_has_one_depth_of_prefetch(plan: Plan) -> None:
+    document = plan.to_dict()
+    inside = [place for place, unit in enumerate(plan.units) if unit.block == "blocks.0"]
+    assert len(inside) > 1
+    for place in inside:
+        for field, value in (("granularity", "operators"), ("prefetch", 2), ("splits", 1), ("sharded_splits", 1)):
+            document = _changed(document, f"units.{place}.{field}", value)
+    assert [unit.prefetch for unit in Plan.from_dict(document).units if unit.block == "blocks.0"] == [2] * len(inside)
+    with pytest.raises(UsageError, match=r"block 'blocks\.0' has two depths of prefetch"):
+        Plan.from_dict(_changed(document, f"units.{inside[0]}.prefetch", 1))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -188,6 +210,14 @@ def test_a_missing_field_is_refused_and_named(plan: Plan, field: str) -> None:
     document = plan.to_dict()
     del document[field]
     with pytest.raises(UsageError, match=field):
+        Plan.from_dict(document)
+
+
+@pytest.mark.parametrize("field", ["offload", "reduced_with", "gather_once", "prefetch"])
+def test_a_field_that_has_a_default_must_be_there_too(plan: Plan, field: str) -> None:
+    document = plan.to_dict()
+    del document["units"][2][field]
+    with pytest.raises(UsageError, match=rf"plan\.units\[2\] has no field '{field}'; plan again"):
         Plan.from_dict(document)
 
 

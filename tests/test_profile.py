@@ -24,7 +24,6 @@ import torch
 from small_models import captured, gpt, source
 from test_train import running, two_ranks
 
-from osdp.api import plan_graph
 from osdp.cli.main import main
 from osdp.cli.profile import write_text
 from osdp.cluster import GROUPS, KINDS, Cluster, Measured
@@ -36,6 +35,7 @@ from osdp.cost.units import OPERATORS, WHOLE
 from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource, load_model
+from osdp.planning import plan_graph
 from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import groups_of
 from osdp.profiling.engine import TINY_WIDTH, EngineFigures, TimedStack, fitted, probes_of

@@ -59,6 +59,7 @@ from osdp.planfile import Plan
 from osdp.profiling.trial import peak_above_start
 from osdp.runtime.meshes import LANES
 from osdp.sharding import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE
+from osdp.training.optimizer import Lion
 
 NORMS = (1.0, 2.0, float("inf"))
 
@@ -314,6 +315,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=0.01, fused=True),
     "sgd nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01, eps=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=0.01, weight_decay=0.1, foreach=True),
+    "lion": lambda parameters: Lion(parameters, lr=1e-3, weight_decay=0.1),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01, eps=0.01, foreach=True),
+    "radam": lambda parameters: torch.optim.RAdam(parameters, lr=0.01, eps=0.01, foreach=True),
+    "adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.01, eps=0.01, foreach=True),
+    "adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.1, eps=0.01, foreach=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, eps=0.01, foreach=True),
 }
 
 

@@ -1,7 +1,8 @@
 """Claims: the search finds what trying every choice finds, on 500 random small problems; on 2,000 in `make test-slow`.
 
-Also where rows enter the program only once they are exceeded, and where HiGHS's branch and bound gives up at once and
-ours does all. When time is up it still gives a choice that fits, and a bound that no choice beats.
+Also where rows enter the program only once they are exceeded, where HiGHS's branch and bound gives up at once and
+ours does all, and where stages are gone through one by one, with few labels at a time and coarse grids too. When time
+is up it still gives a choice that fits, and a bound that no choice beats.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from random_problems import random_blocks, random_problem, seeds
 
-from osdp.search import highs, solve
+from osdp.search import chain, highs, solve
 from osdp.search.batches import Candidate, search_batches
 from osdp.search.brute import brute_force, stage_choices
+from osdp.search.chain import ChainSearch, is_chain
 from osdp.search.effort import SLOWEST, now
+from osdp.search.evaluate import evaluate
 from osdp.search.highs import Answer, Program
-from osdp.search.problem import Problem, evaluate
+from osdp.search.problem import Problem
 from osdp.search.solve import relaxed_bound, solve_exactly
 
 
@@ -92,6 +95,58 @@ def grown(problem: Problem) -> bool:
         assert outcome.status == "optimal"
         assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
     return search.tree is not None
+
+
+@pytest.mark.parametrize(("widths", "cells", "priced"), [((1, 3, 100_000), 17, 1), (chain._WIDTHS, 1 << 15, 3)])
+def test_stage_by_stage_finds_the_same(
+    widths: tuple[int, ...], cells: int, priced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain, "_WIDTHS", widths)
+    monkeypatch.setattr(chain, "_CELLS", cells)
+    monkeypatch.setattr(chain, "_PRICED", priced)
+    problems = [random_problem(seed) for seed in range(7000, 7250)] + [random_blocks(seed) for seed in range(8)]
+    fitting = [by_stages(problem) for problem in problems if size(problem) <= 1000 and is_chain(problem)]
+    assert 15 < sum(fitting) < len(fitting)
+
+
+def by_stages(problem: Problem) -> bool:
+    """Compares going through the stages one by one with brute force; says whether anything fits."""
+    expected = brute_force(problem)
+    answer = ChainSearch(problem, solve._scale(problem)).run(cutoff=math.inf, seconds=math.inf)
+    assert answer.proven
+    assert (answer.choice is None) == (expected is None)
+    if expected is None or answer.choice is None:
+        return False
+    verdict = evaluate(problem, answer.choice)
+    assert verdict.peak <= problem.limit
+    assert verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+    below = ChainSearch(problem, solve._scale(problem)).run(cutoff=expected[1] * (1 - 1e-7), seconds=math.inf)
+    assert below.proven
+    assert below.choice is None
+    return True
+
+
+def test_long_problems_go_stage_by_stage_and_what_is_left_over_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "_LONG", 0)
+    monkeypatch.setattr(chain, "_WIDTHS", (1, 2))  # too few labels for most proofs
+    problems = [random_problem(seed) for seed in range(7000, 7040)]
+    searches = [(problem, solve.Search(problem)) for problem in problems if size(problem) <= 1500]
+    for problem, search in searches:
+        expected, outcome = brute_force(problem), search.run()
+        assert (outcome.verdict is None) == (expected is None)
+        if expected is not None and outcome.verdict is not None:
+            assert outcome.status == "optimal"
+            assert outcome.verdict.seconds == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
+    assert any(search.chain is not None for _, search in searches)
+
+
+def test_stage_by_stage_without_time_has_an_honest_bound() -> None:
+    for seed in range(7000, 7040):
+        problem = random_problem(seed)
+        expected = brute_force(problem) if size(problem) <= 1000 and is_chain(problem) else None
+        if expected is not None:
+            answer = ChainSearch(problem, solve._scale(problem)).run(cutoff=math.inf, seconds=0.0)
+            assert answer.bound <= expected[1] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("many", [0, 40])

@@ -16,12 +16,13 @@ from xml.etree import ElementTree
 import pytest
 from small_models import captured
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.cli.main import main
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import OsdpError, UsageError
+from osdp.planning import plan_graph
 from osdp.report.sizing_page import chart_html, chart_of, chart_svg
 from osdp.sizing import Asked, Case, Sized, Target, cases, ranked, read_memories, read_target, smallest, with_devices
 

@@ -10,15 +10,16 @@ import pytest
 from planned import how
 from small_models import captured
 
-from osdp.api import plan_graph, resolve
+from osdp.api import resolve
 from osdp.cluster import Cluster
 from osdp.cost.graph import COMMUNICATION, COMPUTE, Node, StepGraph, step_graph, step_graph_of
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.tables import Rules
 from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, BACKWARD, FORWARD, REDUCE_SCATTER
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option
 from osdp.errors import UsageError
+from osdp.planning import plan_graph
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
 
 BATCH = 2
@@ -36,12 +37,14 @@ def built(
     once: bool = False,
     two_levels: bool = False,
     overlap: float = 1.0,
+    stays: bool = False,
 ) -> StepGraph:
     graph = captured(model)
-    shapes = Shapes(graph)
-    chosen = [Shape(granularity if s.is_block else OPERATORS, how(recompute and s.is_block)) for s in graph.stages]
-    layout = shapes.layout(chosen)
-    options = [Option(modes[i % len(modes)], reduce_once=once, two_levels=two_levels) for i in range(len(layout.units))]
+    variants = Variants(graph)
+    chosen = [Variant(granularity if s.is_block else OPERATORS, how(recompute and s.is_block)) for s in graph.stages]
+    layout = variants.layout(chosen)
+    held = {"reduce_once": once, "two_levels": two_levels, "gather_once": stays}
+    options = [Option(modes[i % len(modes)], **held) for i in range(len(layout.units))]
     training = replace(Training.of(), accumulation=accumulation)
     return step_graph(layout, options, BATCH, training, replace(Cluster.parse(cluster), overlap=overlap))
 
@@ -132,7 +135,7 @@ def test_a_group_of_one_rank_sends_nothing_and_one_node_is_the_world() -> None:
 
 def test_stages_run_forward_then_backward() -> None:
     graph = built(KEEP)
-    names = [shaped.stage.name for shaped in graph.layout.shaped]
+    names = [staged.stage.name for staged in graph.layout.staged]
     computed = list(dict.fromkeys((n.phase, n.stage) for n in graph.nodes if n.kind == COMPUTE))
     assert computed == [(FORWARD, name) for name in names] + [(BACKWARD, name) for name in reversed(names)]
 
@@ -228,13 +231,13 @@ def test_without_overlap_a_step_is_the_sum_of_its_nodes(modes: tuple[str, ...]) 
     assert time.hidden_communication == pytest.approx(0.0, abs=1e-15)
 
 
-def simulated(graph: StepGraph, *, last: bool = True) -> float:
+def simulated(graph: StepGraph, *, first: bool = True, last: bool = True) -> float:
     """One micro-batch, node by node: a plain account of two streams, beside the one that the search has."""
     done: dict[int, float] = {}
     streams = {COMPUTE: 0.0, COMMUNICATION: 0.0}
     reduced = 0.0
     early = graph.cluster.engine.reduces_before_waiting
-    nodes = [n for n in graph.nodes if n.kind != "optimizer" and (last or not n.once)]
+    nodes = [n for n in graph.nodes if n.kind != "optimizer" and (last or not n.once) and (first or not n.first)]
     reductions = {n.id for n in nodes if n.kind in (REDUCE_SCATTER, ALL_REDUCE)}
     copied_in = {each for n in nodes if n.id in reductions for each in n.depends if graph.nodes[each].kind == "copy"}
     taken: dict[int, float] = {}  # by the copy beside a collective: what that takes from compute
@@ -278,6 +281,24 @@ def test_streams_meet_at_the_end_of_every_micro_batch(once: bool) -> None:
     expected = 2 * simulated(graph, last=False) + simulated(graph) + stepped
     assert graph.seconds == pytest.approx(expected, rel=1e-9)
     assert (simulated(graph, last=False) < simulated(graph)) == once
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("accumulation", [2, 4])
+@pytest.mark.parametrize("cluster", [CLUSTER, "2x2xCPU"])
+def test_the_first_micro_batch_gathers_what_stays_gathered(cluster: str, accumulation: int, once: bool) -> None:
+    graph = built(KEEP, FREE, KEEP_IN_NODE, accumulation=accumulation, once=once, stays=True, cluster=cluster)
+    stepped = sum(n.seconds for n in graph.nodes if n.kind == "optimizer")
+    first, often, last = (
+        simulated(graph, first=f, last=end) for f, end in ((True, False), (False, False), (False, True))
+    )
+    assert graph.seconds == pytest.approx(first + (accumulation - 2) * often + last + stepped, rel=1e-9)
+    assert first > often and (last > often) == once
+    gathers = Counter(each.unit for each in graph.collectives() if each.kind == ALL_GATHER)
+    modes = {unit.name: option.mode for unit, option in zip(graph.layout.units, graph.options, strict=True)}
+    assert {modes[name]: count for name, count in gathers.items()} == {KEEP: 1, KEEP_IN_NODE: 1, FREE: 2 * accumulation}
+    alone = built(KEEP, cluster=cluster, stays=True)  # there is nothing to stay for
+    assert alone.seconds == built(KEEP, cluster=cluster).seconds
 
 
 def test_where_streams_overlap_in_part_a_step_is_that_mixture() -> None:

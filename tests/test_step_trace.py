@@ -56,6 +56,15 @@ def test_stalls_are_the_exposed_communication(case: str) -> None:
     assert any(span.kind == STALL for span in trace.spans)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_slices_send_while_they_compute_is_said(case: str) -> None:
+    graph, trace = traced("gpt", case)
+    sent = sum(span.seconds for span in trace.spans if span.stream == COMMUNICATION)
+    wires = sum(node.seconds for node in graph.nodes if node.stream == COMMUNICATION)
+    assert sent + trace.sliced_seconds == pytest.approx(wires, rel=1e-6)
+    assert (trace.sliced_seconds > 1e-3 * sent) == (case == "split")
+
+
 def test_collectives_have_the_bytes_of_the_graph() -> None:
     graph, trace = traced("gpt", "nodes")
     planned = sum(node.nbytes for node in graph.nodes if node.stream == COMMUNICATION and node.seconds)
@@ -64,7 +73,7 @@ def test_collectives_have_the_bytes_of_the_graph() -> None:
 
 def test_segments_follow_each_other() -> None:
     _, trace = traced("gpt", "recomputed")
-    times = [time for visit in trace.segments for segment in visit for time in segment]
+    times = [time for stage_pass in trace.segments for segment in stage_pass for time in segment]
     assert times == sorted(times)
     assert times[-1] <= trace.optimizer[0] < trace.optimizer[1] == trace.seconds
 

@@ -18,8 +18,10 @@ from osdp.cost.graph import step_graph
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import build_timeline
 from osdp.cost.training import Training
-from osdp.cost.units import Option
-from osdp.search.problem import Problem, ShapeTable, StageChoice, evaluate
+from osdp.cost.units import OPERATORS, Option
+from osdp.recompute import Recompute
+from osdp.search.evaluate import evaluate
+from osdp.search.problem import Problem, StageChoice, VariantTable
 from osdp.sharding import FREE, KEEP, MODES, REPLICATE, Scope
 
 MODELS = ("gpt", "gpt-pyramid", "llama", "gpt-tiny")
@@ -33,20 +35,20 @@ def small_operators_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_choice(problem: Problem, rng: random.Random, *, uniform: bool) -> tuple[StageChoice, ...]:
-    """A shape, an option and a number of slices for everything, at random; or the same ones almost everywhere."""
+    """A variant, an option and a number of slices for everything, at random; or the same ones almost everywhere."""
     fixed = rng.random(), rng.random(), rng.random()
 
     def pick(which: int, count: int) -> int:
         return int((fixed[which] if uniform and rng.random() < 0.9 else rng.random()) * count)
 
-    def options(shape: ShapeTable) -> tuple[tuple[int, int], ...]:
-        chosen = [pick(1, len(unit)) for unit in shape.units]
-        return tuple((o, 1 + pick(2, unit[o].slices)) for o, unit in zip(chosen, shape.units, strict=True))
+    def options(variant: VariantTable) -> tuple[tuple[int, int], ...]:
+        chosen = [pick(1, len(unit)) for unit in variant.units]
+        return tuple((o, 1 + pick(2, unit[o].slices)) for o, unit in zip(chosen, variant.units, strict=True))
 
     choice = []
     for stage in problem.stages:
-        shape = pick(0, len(stage.shapes))
-        choice.append(StageChoice(shape, options(stage.shapes[shape])))
+        variant = pick(0, len(stage.variants))
+        choice.append(StageChoice(variant, options(stage.variants[variant])))
     return tuple(choice)
 
 
@@ -60,7 +62,7 @@ def compare(tables: Tables, batch: int, *, seed: int, count: int = CHOICES) -> l
     rng = random.Random(seed)
     taken: list[Option] = []
     accumulation = tables.training.accumulation
-    for recomputed in tables.variants:
+    for recomputed in tables.recompute_cases:
         limit = tables.cluster.limit_bytes
         problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=recomputed)
         for number in range(count):
@@ -87,6 +89,7 @@ def test_random_choices_cost_the_same(model: str, cluster: str) -> None:
 def test_with_accumulation(model: str, cluster: str) -> None:
     taken = compare(tables_for(model, cluster, accumulation=3), 2, seed=2)
     assert {option.reduce_once for option in taken} == {False, True}
+    assert {option.gather_once for option in taken if option.mode == KEEP} == {False, True}
     assert {option.all_reduce_once for option in taken} == ({False, True} if cluster.startswith("2x2") else {False})
 
 
@@ -100,13 +103,41 @@ def test_with_split_operators(model: str, cluster: str, accumulation: int) -> No
     assert partly, "no unit has some, but not all, of its slices sharded"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("cluster", ["2x2xA100-40GB", "3xA100-40GB"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "stacked"])
+def test_with_blocks_that_prefetch_two_units(model: str, cluster: str, precision: str) -> None:
+    """By operators alone, so that half of the choices of blocks have a depth of two."""
+    graph = captured(model, "bf16" if precision == "bf16" else "fp32")
+    rules = Rules(modes=(FREE, KEEP), granularities=(OPERATORS,), split=False)
+    tables = Tables(graph, Cluster.parse(cluster), Training.of(precision), rules)
+    problem = tables.problem(2, limit=tables.cluster.limit_bytes, recomputed=tables.recompute_cases[-1])
+    keys = [variant.key for stage in problem.stages for variant in stage.variants if variant.is_block]
+    assert {(key.recompute, key.prefetch) for key in keys if key.granularity == OPERATORS} == {  # type: ignore[attr-defined]
+        (how, depth) for how in (Recompute.NONE, Recompute.FULL) for depth in (1, 2)
+    }
+    compare(tables, 2, seed=9, count=12)
+
+
+def test_nothing_is_prefetched_deeper_where_that_gains_nothing() -> None:
+    """Where nothing overlaps, and replicas."""
+    alone = replace(Cluster.parse("4xA100-40GB"), overlap=0.0)
+    for tables in (
+        Tables(captured("gpt"), alone, Training.of("bf16"), Rules()),
+        tables_for("gpt", "4xA100-40GB", rules=Rules(modes=(REPLICATE,))),
+    ):
+        problem = tables.problem(2, limit=tables.cluster.limit_bytes, recomputed=tables.recompute_cases[-1])
+        keys = [variant.key for stage in problem.stages for variant in stage.variants]
+        assert {key.prefetch for key in keys} == {1}  # type: ignore[attr-defined]
+
+
 def test_at_other_batch_sizes() -> None:
     for batch in (1, 5, 33):
         compare(tables_for("gpt", "2x2xA100-40GB"), batch, seed=batch, count=6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "pure-bf16"])
-@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum"])
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum", "adamw-bf16", "adafactor"])
 def test_in_other_trainings(precision: str, optimizer: str) -> None:
     training = Training.of(precision, optimizer)
     graph = captured("gpt", training.precision.compute_dtype)
@@ -157,9 +188,9 @@ def test_two_levels_cost_the_same_and_are_offered_beside_one() -> None:
 def test_units_that_are_too_small_to_gain_from_two_levels_stay_on_one() -> None:
     tables = on_two_levels(1e-5)
     problem = tables.problem(2, limit=tables.cluster.limit_bytes)
-    first = [StageChoice(0, tuple((0, 1) for _ in stage.shapes[0].units)) for stage in problem.stages]
+    first = [StageChoice(0, tuple((0, 1) for _ in stage.variants[0].units)) for stage in problem.stages]
     layout, _ = tables.read(problem, first)
-    options = [unit for stage in problem.stages for unit in stage.shapes[0].units]
+    options = [unit for stage in problem.stages for unit in stage.variants[0].units]
     sizes: dict[bool, list[int]] = {False: [], True: []}
     for unit, own in zip(layout.units, options, strict=True):
         keys = [key for option in own for key in option.key]  # type: ignore[attr-defined]

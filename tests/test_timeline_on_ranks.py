@@ -39,7 +39,7 @@ def allocated(model: str, plans: list[dict[str, Any]]) -> list[int]:
 
 def working_space(layout: Layout) -> int:
     """The most that a plan counts for what kernels work in."""
-    traces = [shaped.trace for shaped in layout.shaped]
+    traces = [staged.trace for staged in layout.staged]
     segments = [segment for trace in traces for segment in (*trace.forward, *trace.backward)]
     return max(each.peak_at(BATCH, workspaces=True) - each.peak_at(BATCH) for each in segments)
 

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -41,7 +42,8 @@ from training_runs import (
 )
 
 from osdp.cli.main import main
-from osdp.training.world import World
+from osdp.errors import OsdpError
+from osdp.training.world import World, started
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +193,17 @@ def test_a_rank_that_hangs_ends_the_other_within_the_timeout(plan_file: Path) ->
     (sentence,) = ranks[0].sentences()
     assert "error: rank 0 waited 8 s in step" in sentence and "another rank hangs or is gone" in sentence
     assert "Traceback" not in "".join(ranks[0].errors)
+
+
+def test_a_port_that_is_taken_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": 0}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        told = rf"127\.0\.0\.1:{port}, where rank 0 is to meet the others, is taken by another process; set MASTER_PORT"
+        with pytest.raises(OsdpError, match=told), started(timeout_seconds=5):
+            pass
 
 
 def store_server(sender: Connection) -> None:

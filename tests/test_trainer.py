@@ -1,6 +1,7 @@
 """A plan in Accelerate and in Hugging Face's Trainer: the same weights as after our own loop, clipping included.
 
 - Accelerate leaves a model alone that runs a plan, clips it right, accumulates, saves its state and goes on from it.
+- Where Accelerate does not count the ranks, so that each would train on all samples, training is refused.
 - Trainer trains, evaluates, saves what `from_pretrained` reads, resumes to the same weights, and the model generates.
 """
 
@@ -53,6 +54,19 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 # Accelerate
 
 
+def counted_alone(plan: Plan, folder: Path, out: Path) -> None:
+    """Where Accelerate is not told that it runs on CPUs, each rank would train on all samples."""
+    from accelerate.state import AcceleratorState
+
+    from osdp.integrations.accelerate import Accelerator
+
+    with pytest.raises(osdp.UsageError, match=r"counts 1 process where the process group has 2 ranks.*cpu=True"):
+        Accelerator().prepare(planned_model(plan, folder))
+    with pytest.raises(osdp.UsageError, match="counts 1 process"):
+        trainer_of(plan, folder, out, use_cpu=False).train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def accelerated(plan: Plan, folder: Path, out: Path) -> dict[str, bool]:
     as_torchrun_starts_it()
     from osdp.integrations.accelerate import Accelerator
@@ -73,6 +87,7 @@ def accelerated(plan: Plan, folder: Path, out: Path) -> dict[str, bool]:
                 optimizer.zero_grad()
 
     expected = whole_parameters(own_loop(plan, folder)[0])
+    counted_alone(plan, folder, out)
     accelerator, model, optimizer, loader = prepared()
     left_alone = accelerator.num_processes == RANKS and type(model).__name__ == "FSDPLlamaForCausalLM"
     half = STEPS * ACCUMULATION // 2

@@ -6,7 +6,7 @@ weights, because AdamW makes steps of full size out of gradients that are zero b
 
 - for fourteen architectures: decoders, encoders, both, vision, experts, tied and untied, widths that change;
 - for plans that mix all modes, slices and recompute, at every granularity, on two to six ranks, in one node and two;
-- for plans drawn at random, with gradient accumulation;
+- for plans drawn at random, with gradient accumulation, and units gathered once for all micro-batches of a step;
 - on both engines: the asynchronous one, and the stock one of backends with streams, which waits on gloo.
 """
 
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -149,9 +150,16 @@ PLACES = [
 MORE_PLACES = [("gpt", world) for world in ("3", "2x2", "2x3")] + [("t5", "2x2"), ("vit", "2x3")]
 
 
-@pytest.mark.parametrize(
-    ("name", "world"), [*PLACES, *(pytest.param(*place, marks=pytest.mark.slow) for place in MORE_PLACES)]
-)
+LIKE_ANOTHER = ("qwen2", "gpt_neox", "roberta", "distilbert", "bart")  # in what a plan does to them: slow
+
+
+def _quick_first() -> list[Any]:
+    quick = [place for place in PLACES if place[0] not in LIKE_ANOTHER]
+    rest = [place for place in PLACES if place not in quick]
+    return [*quick, *(pytest.param(*place, marks=pytest.mark.slow) for place in (*rest, *MORE_PLACES))]
+
+
+@pytest.mark.parametrize(("name", "world"), _quick_first())
 def test_losses_and_gradients_equal_the_single_process(name: str, world: str) -> None:
     check(name, world, mixed_plans(name, world))
 
@@ -184,6 +192,46 @@ def test_all_reduces_across_nodes_once_a_step_are_exact(engine: Engine) -> None:
     check("gpt", "2x2", plans, engine)
 
 
+@pytest.mark.parametrize("engine", [ASYNC_GLOO, STOCK], ids=lambda engine: engine.name)
+def test_prefetching_two_units_is_exact(engine: Engine) -> None:
+    plans = [
+        plan_by_hand(
+            graph_of("gpt"), "2", modes=modes, granularity=OPERATORS, recompute=again, prefetch=depth, accumulation=2
+        )
+        for modes, again, depth in (
+            ((FREE,), (True, False), (2,)),
+            ((FREE, KEEP, REPLICATE), (False, True), (2, 1)),
+        )
+    ]
+    assert all(any(unit.prefetch == 2 for unit in plan.units) for plan in plans)
+    check("gpt", "2", plans, engine)
+
+
+@pytest.mark.parametrize("engine", [ASYNC_GLOO, STOCK], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("world", ["2", "2x2"])
+def test_gathering_once_a_step_is_exact(world: str, engine: Engine) -> None:
+    in_node = (KEEP_IN_NODE, FREE_IN_NODE) if world == "2x2" else ()
+    plans = [
+        plan_by_hand(
+            graph_of("gpt"),
+            world,
+            modes=modes,
+            granularity=granularity,
+            recompute=(True, False),
+            accumulation=3,
+            gather_once=once,
+            reduce_once=late,
+            all_reduce_once=(True, False),
+        )
+        for modes, granularity, once, late in (
+            ((KEEP, *in_node), WHOLE, (True,), (False,)),
+            ((FREE, KEEP, REPLICATE, *in_node), OPERATORS, (True, True, False), (True, False)),
+        )
+    ]
+    assert all(any(unit.gather_once for unit in plan.units) for plan in plans)
+    check("gpt", world, plans, engine)
+
+
 @st.composite
 def random_plans(draw: st.DrawFn) -> tuple[str, str, list[Plan]]:
     """Three plans of one model for one world, which the same ranks run in turn."""
@@ -201,6 +249,7 @@ def random_plans(draw: st.DrawFn) -> tuple[str, str, list[Plan]]:
             accumulation=draw(st.sampled_from(accumulations)),
             reduce_once=draw(st.lists(st.booleans(), min_size=1, max_size=3)),
             all_reduce_once=draw(st.lists(st.booleans(), min_size=1, max_size=3)),
+            gather_once=draw(st.lists(st.booleans(), min_size=1, max_size=3)),
         )
         for _ in range(3)
     ]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+
+from benchmarks.common import free_port
 
 TESTS = Path(__file__).parent
 STEPS = 30
@@ -103,9 +104,7 @@ def alone(*arguments: str, **settings: Any) -> Process:
 
 
 def two_ranks(*command: str, **environment: str) -> list[Process]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = ({**world, **environment, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1"))
     return [Process([sys.executable, *command], each) for each in ranks]
 

@@ -1,7 +1,8 @@
 """A cluster on one machine: network namespaces as hosts, a shaped network between them, real ranks in them.
 
 Two levels exist: ranks of a host meet on its loopback, which is fast, and hosts meet over links of a chosen rate. It
-shows how a program behaves on a slow network; it has the machine's cores, however many hosts there are.
+shows how a program behaves on a slow network; it has the machine's cores, however many hosts there are. With
+`devices=True` each rank computes on a share of them of its own, as on a device (devices.py).
 
     with SimulatedCluster(hosts=4, ranks_per_host=1, across="500mbit") as cluster:
         results = cluster.run([sys.executable, "train.py"], timeout=600)

@@ -32,6 +32,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks of each host (%(default)s)")
     parser.add_argument("--across", default="500mbit", help="rate of each host's link, both ways (%(default)s)")
     parser.add_argument("--node", help="rate of each host's loopback, which its ranks share (unlimited)")
+    parser.add_argument("--devices", action="store_true", help="each rank computes on a share of the CPUs of its own")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the command (%(default)s)")
     parser.add_argument("--all-output", action="store_true", help="show every rank's output, not only rank 0's")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -105,7 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(each, stop)
     try:
         with SimulatedCluster(
-            hosts=options.hosts, ranks_per_host=options.ranks_per_host, across=options.across, node=options.node
+            hosts=options.hosts,
+            ranks_per_host=options.ranks_per_host,
+            across=options.across,
+            node=options.node,
+            devices=options.devices,
         ) as cluster:
             return run_check(cluster, options) if options.check else run_command(cluster, options)
     except ClusterUnavailable as error:

@@ -118,9 +118,14 @@ def own_name(name: str) -> str:
 def leftovers() -> Iterator[str]:
     """Namespaces of processes that are gone."""
     for entry in sorted(NETNS.iterdir()) if NETNS.is_dir() else ():
-        match = NAME.match(entry.name)
-        if match is not None and started(int(match["pid"])) != int(match["start"]):
+        if is_leftover(entry.name):
             yield entry.name
+
+
+def is_leftover(name: str) -> bool:
+    """Whether it is a name of ours, given by a process that is gone."""
+    match = NAME.match(name)
+    return match is not None and started(int(match["pid"])) != int(match["start"])
 
 
 # ---- namespaces

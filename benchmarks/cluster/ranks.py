@@ -7,8 +7,11 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import IO
+
+from .devices import Devices
 
 CHUNK_BYTES = 1 << 16
 
@@ -113,7 +116,11 @@ class _Rank:
 
 
 def run_ranks(
-    starts: Sequence[Start], *, timeout: float | None = None, on_line: OnLine | None = None
+    starts: Sequence[Start],
+    *,
+    timeout: float | None = None,
+    on_line: OnLine | None = None,
+    devices: Devices | None = None,
 ) -> list[RankResult]:
     """Runs all ranks to their end, or until the first fails or the seconds are over; then the rest is killed."""
     ranks: list[_Rank] = []
@@ -127,7 +134,8 @@ def run_ranks(
     try:
         for start in starts:
             ranks.append(_Rank(start, began=began))
-        late = _follow(ranks, deadline=None if timeout is None else began + timeout, hand_on=hand_on)
+        with nullcontext() if devices is None else devices.held(rank.process.pid for rank in ranks):
+            late = _follow(ranks, deadline=None if timeout is None else began + timeout, hand_on=hand_on)
         for rank in ranks:
             for stream in rank.streams:
                 while stream.pull():  # without waiting: a process that a rank left behind may hold the pipe open

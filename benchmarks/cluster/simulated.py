@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from . import network
+from .devices import Devices
 from .ranks import OnLine, RankResult, Start, first_failure, run_ranks
 
 MASTER_PORT = 29500  # free in every cluster: its namespaces are its own
@@ -22,11 +23,18 @@ class SimulatedCluster:
     """`hosts` × `ranks_per_host` ranks; `across` is the rate of each host's link, `node` that of its loopback.
 
     Rates are texts like `500mbit`, None where nothing is limited. A host's link carries its rate in each direction; a
-    loopback has one direction, which all ranks of the host share.
+    loopback has one direction, which all ranks of the host share. With `devices` each rank computes on a share of the
+    CPUs of its own; see [Note: Devices] in benchmarks.cluster.devices.
     """
 
     def __init__(
-        self, *, hosts: int, ranks_per_host: int = 1, across: str | None = "500mbit", node: str | None = None
+        self,
+        *,
+        hosts: int,
+        ranks_per_host: int = 1,
+        across: str | None = "500mbit",
+        node: str | None = None,
+        devices: bool = False,
     ) -> None:
         if hosts < 1 or ranks_per_host < 1:
             raise ValueError(f"{hosts} hosts of {ranks_per_host} ranks; at least 1 of each is needed")
@@ -36,6 +44,7 @@ class SimulatedCluster:
         prefix = f"{next(_numbers)}-"
         self._switch = network.own_name(f"{prefix}switch")
         self._hosts = [network.own_name(f"{prefix}host{host}") for host in range(hosts)]
+        self._devices = Devices(network.own_name(f"{prefix}device"), self.world_size) if devices else None
 
     def __enter__(self) -> SimulatedCluster:
         network.prepare()
@@ -59,6 +68,8 @@ class SimulatedCluster:
         """Ends every process of the cluster and removes its network; may be called again."""
         for namespace in (*self._hosts, self._switch):
             network.remove(namespace)
+        if self._devices is not None:
+            self._devices.close()
 
     @property
     def world_size(self) -> int:
@@ -78,10 +89,12 @@ class SimulatedCluster:
         """
         starts = [self._start(rank, command, env or {}) for rank in range(self.world_size)]
         try:
-            return run_ranks(starts, timeout=timeout, on_line=on_line)
+            return run_ranks(starts, timeout=timeout, on_line=on_line, devices=self._devices)
         finally:
             for host in self._hosts:  # what ranks left running, such as workers that load data
                 network.kill_all(host)
+            if self._devices is not None:
+                self._devices.close()
 
     def cut(self, host: int) -> None:
         """Takes a host's link away: packets are lost from now on, and the other hosts are told nothing."""

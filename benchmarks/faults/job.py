@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from benchmarks.common import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = "benchmarks.faults.rank:build"
@@ -51,8 +52,7 @@ class Job:
     limit_file_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         self._folder = tempfile.TemporaryDirectory()
         self.processes = [self._start(rank, port) for rank in range(self.ranks)]
 

@@ -31,6 +31,10 @@ class Outcome:
     noticed_seconds: float | None = None
 
 
+class Unprepared(Exception):
+    """A run that nothing is to happen to has failed."""
+
+
 class Faults:
     """Runs cases against one uninterrupted run for each number of ranks."""
 
@@ -45,14 +49,15 @@ class Faults:
         if not plan.exists():
             sizes = ("--cluster", f"{ranks}xCPU", "--global-batch", "24", "--precision", "fp32", "--no-split")
             ended = Job(["plan", MODEL, *sizes, "-o", str(plan), "--quiet"], 1).end(WAIT_SECONDS)
-            assert ended.codes == (0,), ended.said
+            _prepared(ended)
         return [*_train(folder), "--plan", str(plan), *more]
 
     def curve(self, ranks: int) -> dict[int, float]:
         """The losses of a run that nothing happens to."""
         if ranks not in self._curves:
             ended = Job(self.train(ranks, None), ranks).end(WAIT_SECONDS)
-            assert set(ended.codes) == {0} and len(ended.losses) == STEPS, ended.said
+            _prepared(ended)
+            assert len(ended.losses) == STEPS, ended.said
             self._curves[ranks] = dict(ended.losses)
         return self._curves[ranks]
 
@@ -154,7 +159,7 @@ class Faults:
 
     def _saved(self, folder: Path) -> None:
         ended = Job(self.train(2, folder, "--steps", str(STEPS - 2)), 2).end(WAIT_SECONDS)
-        assert set(ended.codes) == {0}, ended.said
+        _prepared(ended)
 
 
 def kinds(faults: Faults) -> dict[str, Callable[[int], Outcome]]:
@@ -252,6 +257,11 @@ def _noticed(ended: Ended, victim: int, timeout_seconds: float) -> list[str]:
     elif ended.noticed_seconds > timeout_seconds + LATE_SECONDS:
         problems.append(f"noticed after {ended.noticed_seconds:.0f} s, with a time-out of {timeout_seconds:.0f} s")
     return problems
+
+
+def _prepared(ended: Ended) -> None:
+    if set(ended.codes) != {0}:
+        raise Unprepared(f"it ended with {ended.codes}: {_last_line(ended)}")
 
 
 def _codes(ended: Ended, expected: tuple[int, ...]) -> list[str]:

@@ -1,4 +1,4 @@
 """Predicted against measured: plans of many models run for real, and the error of every prediction.
 
-python -m benchmarks.fidelity --save docs/benchmarks/fidelity.json
+python -m benchmarks.fidelity --save build/fidelity.jsonl --for-minutes 45
 """

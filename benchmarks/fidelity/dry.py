@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from osdp.verify import verify
 from .models import source_of
 
 
-def with_dry_runs(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def dry_runs(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases with what their dry runs say."""
     found = []
     for number, case in enumerate(cases, start=1):
         print(f"dry run {number} of {len(cases)}", file=sys.stderr, end="\r", flush=True)

@@ -1,4 +1,4 @@
-"""Ten architectures of different kinds, small enough for processors and large enough that a step is work."""
+"""Eleven architectures of different kinds, small enough for processors and large enough that a step is work."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
@@ -13,6 +12,7 @@ from osdp.errors import DoesNotFit
 from osdp.infeasible import smallest_timeline
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 
 LIMIT = 1 << 34  # of memory where none is meant to bind

@@ -21,11 +21,9 @@ def _value(case: dict[str, Any], name: str) -> float:
     return case[name] if name in case else case["plan"]["predicted"][name.removeprefix("predicted ")]
 
 
-def show(result: dict[str, Any]) -> int:
-    cases = result["cases"]
-    title = f"{len(cases)} cases, {result['across']} between hosts, {result['date']}, torch {result['torch']}"
+def show(cases: Sequence[dict[str, Any]], *, across: str, date: str, torch: str) -> None:
+    title = f"{len(cases)} cases, {across} between hosts, {date}, torch {torch}"
     deliver({title: rows(cases), "Targets": targets(cases), "The ranking": ranking(cases)}, as_json=False)
-    return 0
 
 
 def rows(cases: Sequence[dict[str, Any]]) -> list[Row]:

@@ -178,12 +178,12 @@ def source_of(case: Case) -> ModelSource:
 
 def _planned(case: Case) -> tuple[int, dict[str, Any]]:
     """The limit, and the plan under it."""
-    from osdp.api import plan_graph
     from osdp.cluster import Cluster
     from osdp.cost.tables import Rules
     from osdp.cost.training import Training
     from osdp.infeasible import smallest_timeline
     from osdp.model.capture import capture
+    from osdp.planning import plan_graph
 
     training = Training.of(case.precision, case.optimizer)
     source, cluster = source_of(case), Cluster.parse(f"{case.world}xCPU")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from osdp.cluster import Cluster
 from osdp.cost.graph import StepGraph, step_graph
-from osdp.cost.layout import Layout, Shape, Shapes
+from osdp.cost.layout import Layout, Variant, Variants
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.model.capture import capture
@@ -166,13 +166,13 @@ def graph_of(run: Run) -> ModelGraph:
 
 def layout_of(run: Run, graph: ModelGraph) -> Layout:
     """Every block whole; recomputed if the run did so."""
-    shapes = Shapes(graph)
+    variants = Variants(graph)
 
-    def chosen(index: int, plain: Shape) -> Shape:
+    def chosen(index: int, plain: Variant) -> Variant:
         again = replace(plain, recompute=Recompute.FULL)
-        return again if run.full_recompute and again in shapes.of(index) else plain
+        return again if run.full_recompute and again in variants.of(index) else plain
 
-    return shapes.layout([chosen(index, plain) for index, plain in enumerate(shapes.plainest())])
+    return variants.layout([chosen(index, plain) for index, plain in enumerate(variants.plainest())])
 
 
 def step_of(run: Run, layout: Layout, cluster: Cluster | None = None) -> StepGraph:

@@ -87,10 +87,15 @@ class Bench:
             return self._peak(batch, build)
 
     def timed(self, trainer: Trainer, data: Any) -> float:
-        """Seconds of a step that all ranks begin together."""
+        """Seconds of a step that all ranks begin and end together.
+
+        Ranks that share cores leave a barrier one after the other: a step without collectives would be over on some
+        before it begins on others, and each would seem to have the cores to itself.
+        """
         dist.barrier()
         began = perf_counter()
         trainer.step(*data)
+        dist.barrier()
         (slowest,) = self.highest(perf_counter() - began)
         return slowest
 

@@ -72,6 +72,7 @@ def _telling() -> Iterator[Setting]:
     yield Setting("bert", 2, 2, "1gbit")
     yield Setting("encoder-decoder", 2, 2, "1gbit")
     yield Setting("vit", 1, 4, "1gbit")
+    yield Setting("small-blocks", 2, 2, "1gbit")
     yield Setting("deep", 4, 1, "100mbit")
     yield Setting("deep", 2, 4, "1gbit")
     yield Setting("wide", 2, 2, "2gbit")

@@ -2,7 +2,11 @@
  *
  * Loaded before all other libraries (LD_PRELOAD). torch asks for tensors' memory with posix_memalign, from libc10; what
  * other callers ask for is not counted. A request beyond the limit gets ENOMEM, at which torch raises its own "can't
- * allocate memory", as it does on a device whose memory is full. */
+ * allocate memory", as it does on a device whose memory is full.
+ *
+ * All ways to train live in one process, and with them the process groups of all: some sixty threads of gloo that look
+ * every 10 ms whether they are to end. Together they took 7 % of a step from the way that was being timed, and none of
+ * them exists where that way trains alone. Here they look ten times a second. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <link.h>
@@ -10,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/epoll.h>
 
 extern void *__libc_memalign(size_t alignment, size_t size);
 extern void __libc_free(void *pointer);
@@ -84,6 +89,13 @@ void free(void *pointer) {
         pthread_mutex_unlock(&lock);
     }
     __libc_free(pointer);
+}
+
+#define GLOO_MILLISECONDS 10 /* of its event loops; nobody else here waits for just so long */
+#define IDLE_MILLISECONDS 100
+
+int epoll_wait(int set, struct epoll_event *events, int most, int milliseconds) {
+    return epoll_pwait(set, events, most, milliseconds == GLOO_MILLISECONDS ? IDLE_MILLISECONDS : milliseconds, NULL);
 }
 
 static int find(struct dl_phdr_info *info, size_t size, void *data) {

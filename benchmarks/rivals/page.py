@@ -20,6 +20,8 @@ MIB = 1 << 20
 INTRODUCTION = """# osdp beside every usual way to train
 
 Real ranks on one machine; hosts are network namespaces, and links between them carry the stated rate and no more.
+Each rank computes on a share of the CPUs of its own (80 % of them, divided by the ranks), as a device of its own would:
+where ranks may use each other's idle time, a pipeline's bubble costs nothing. Threads that communicate have the rest.
 Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: the largest batch that fits, with
 nothing and with every block recomputed; a way within 70 % of the fastest also with all but products recomputed
 (selective), with every second block recomputed, and with its own switches (bucket sizes, prefetch, resharding,

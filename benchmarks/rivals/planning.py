@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.profiling.run import Wanted, profile_in
 from osdp.recompute import Recompute
 from osdp.runtime.consistency import by_rank_0

@@ -83,7 +83,7 @@ class _Run:
         command += ["--rounds", str(limits.rounds), "--profile-seconds", str(limits.profile_seconds)]
         try:
             with SimulatedCluster(
-                hosts=setting.hosts, ranks_per_host=setting.ranks_per_host, across=setting.across
+                hosts=setting.hosts, ranks_per_host=setting.ranks_per_host, across=setting.across, devices=True
             ) as cluster:
                 timeout = seconds + GRACE_SECONDS
                 results = cluster.run(command, env=environment(), timeout=timeout, on_line=self._on_line)

@@ -35,9 +35,9 @@ import osdp
 from benchmarks.survey.architectures import KINDS, Architecture, architectures, candidates
 from benchmarks.survey.examples import Example, examples
 from benchmarks.survey.one import warm_up
-from osdp.api import plan_units, uncalled_parameters
+from osdp.answer import plan_units, uncalled_parameters
 from osdp.cluster import Cluster
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.units import OPERATORS, WHOLE, Option, Unit
 from osdp.model.capture import capture
 from osdp.model.fake import without_layerdrop
@@ -56,16 +56,16 @@ SKIPPED = (NOT_TRAINED, UNSTABLE)
 def mixed_plan(model: nn.Module, example: Example) -> Plan:
     """Modes, slices and recompute go round over the units and blocks."""
     graph = capture(model, example, compute_dtype="fp32")
-    shapes, again = Shapes(graph), cycle((True, False))
+    variants, again = Variants(graph), cycle((True, False))
     grain = cycle((WHOLE, OPERATORS))
     chosen = []
     for index, stage in enumerate(graph.stages):
-        known = {shape.granularity for shape in shapes.of(index)}
+        known = {variant.granularity for variant in variants.of(index)}
         wanted = next(grain) if stage.is_block else WHOLE
         wanted = wanted if wanted in known else next(iter(known))
         how = Recompute.FULL if not stage.is_block or next(again) else Recompute.NONE
-        chosen.append(Shape(wanted, how if Shape(wanted, how) in shapes.of(index) else Recompute.NONE))
-    layout = shapes.layout(chosen)
+        chosen.append(Variant(wanted, how if Variant(wanted, how) in variants.of(index) else Recompute.NONE))
+    layout = variants.layout(chosen)
     modes, slices = cycle((FREE, REPLICATE, KEEP)), cycle(((2, 1), (1, 1), (3, 3)))
     options = []
     for unit in layout.units:

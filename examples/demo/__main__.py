@@ -19,7 +19,6 @@ from typing import Any
 
 from rich.console import Console
 
-from osdp.api import plan_graph
 from osdp.baselines import baselines
 from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
@@ -31,6 +30,7 @@ from osdp.files import write_text
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
 from osdp.planfile import Baseline, Plan
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 from osdp.report.html import report_html
 from osdp.report.measurements import Measurement

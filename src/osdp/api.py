@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from osdp.baselines import Way, baselines
-from osdp.batching import CLOSE, LARGEST_MICRO_BATCH, Batching
+from osdp.batching import Batching
 from osdp.cluster import Cluster, parse_bytes
-from osdp.cost.graph import step_graph
-from osdp.cost.layout import Layout
-from osdp.cost.tables import Rules, Tables
+from osdp.cost.tables import Rules
 from osdp.cost.training import Training
-from osdp.cost.units import OPERATORS, WHOLE, Option
+from osdp.cost.units import WHOLE
 from osdp.errors import DoesNotFit, UsageError
 from osdp.infeasible import Measured, nothing_fits
 from osdp.model.graph import ModelGraph, TensorOperator
-from osdp.planfile import PLAN_VERSION, Certificate, Plan, PlanModel, PlanUnit, Predicted
-from osdp.recompute import AUTO, Recompute, read_recompute
-from osdp.search.batches import Candidate, Found, Seed, judged, largest_batch, search_batches, smaller_batch
-from osdp.search.problem import Problem
-from osdp.search.solve import lowest_peak, relaxed_bound
-from osdp.sharding import MODES, REPLICATE
+from osdp.planfile import Plan
+from osdp.planning import Progress, Report, plan_graph
+from osdp.recompute import AUTO, read_recompute
+from osdp.sharding import MODES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from osdp.layouts import Tried
     from osdp.verify import Verification
-
-_PROBLEMS = 16  # of each family that are kept: most are asked for several times
-SEARCH_SECONDS = 20.0  # what is not proven by then is said in the certificate
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where planning is: `stage` is capture, search, baselines or dry run; `done` of `total` is as far as is known."""
-
-    stage: str
-    batch: int
-    done: int
-    total: int
-    best_samples_per_second: float
-
-
-Report = Callable[[Progress], None]
 
 
 def plan(
@@ -72,9 +50,12 @@ def plan(
     seq_len: int | None = None,
     progress: Report | None = None,
     verify: bool = False,
+    offload: str = AUTO,
     tensor: int = 1,
     pipeline: int = 1,
     stage: int | None = None,
+    interleave: int = 1,
+    expert: int = 1,
     layout: str | None = None,
     on_layout: Callable[[Tried], None] | None = None,
 ) -> Plan:
@@ -85,15 +66,18 @@ def plan(
     micro-batch of a device, `accumulation` how many of them make a step, `global_batch` the samples of a step over all
     devices. `pin` holds units to modes by name pattern, `modes` restricts all. `recompute` is none, selective or full
     for every block, or auto for the best of each. With `compiled`, `osdp.parallelize` compiles every block, which is
-    one unit then. With `loss_chunks`, the model computes its loss in so many chunks from now on; auto takes 8 where
-    that is faster; see `osdp.losses.chunk_loss`. With `verify` the peak is that of a dry run: where it differs from
-    the prediction, the search's limit is corrected and the model planned again. Raises `DoesNotFit` with the smallest
-    peak and what would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
+    one unit then, with the memory that it has compiled. With `loss_chunks`, the model computes its loss in so many
+    chunks from now on; auto takes 8 where that is faster; see `osdp.losses.chunk_loss`. With `verify` the peak is that
+    of a dry run, of eager code: where it differs from the prediction, the search's limit is corrected and the model
+    planned again. With `offload` auto, units and inputs of recomputed blocks may be on the host where nothing fits
+    otherwise, if `verify` is not asked for; with none they never are. Raises `DoesNotFit` with the smallest peak and
+    what would help. Where a process group runs, call it on every rank: rank 0 plans, all get its plan.
 
     With `tensor` ranks to every operator and `pipeline` stages, the plan is for the data-parallel dimension that is
-    left of the cluster, of the `stage` that is asked for, or of the slowest; see [Note: Outer layout] in
-    osdp.cost.outer.
-    With `layout="auto"` both degrees are chosen; `on_layout` is told of each that was tried.
+    left of the cluster, of the `stage` that is asked for, or of the slowest; with `interleave` each stage has so many
+    chunks of the blocks, which take turns. With `expert` ranks to the experts, each of the data-parallel ranks has some
+    of them. See [Note: Outer layout] and [Note: Expert layout] in osdp.cost.outer.
+    With `layout="auto"` the degrees are chosen; `on_layout` is told of each that was tried.
     """
     asked: dict[str, Any] = dict(locals())
     if loss_chunks == AUTO:
@@ -129,13 +113,18 @@ def plan(
             "the model's parameters are DTensors, which cannot be traced; plan the plain model, with tensor= as many"
             " ranks as share it, and divide it before osdp.parallelize"
         )
-    larger = tensor * pipeline > 1 or stage is not None or layout is not None
+    if offload not in (AUTO, "none"):
+        raise UsageError(f"offload is {offload!r}, but must be {AUTO} or none")
+    larger = tensor * pipeline * interleave * expert > 1 or stage is not None or layout is not None
     if larger and verify:
-        raise UsageError("a dry run has no tensor or pipeline dimension; leave verify out, or plan without them")
-    if layout not in (None, "auto") or min(tensor, pipeline) < 1 or (layout and tensor * pipeline > 1):
         raise UsageError(
-            f"layout {layout!r}, tensor {tensor} and pipeline {pipeline} do not go together; give degrees of at least"
-            " 1, or layout 'auto' alone"
+            "osdp.plan dry-runs no plan with a tensor, pipeline or expert dimension; leave verify out, or plan without"
+        )
+    degrees = tensor, pipeline, interleave, expert
+    if layout not in (None, "auto") or min(degrees) < 1 or (layout and max(degrees) > 1):
+        raise UsageError(
+            f"layout {layout!r}, tensor {tensor}, pipeline {pipeline}, interleave {interleave} and expert {expert} do"
+            " not go together; give degrees of at least 1, or layout 'auto' alone"
         )
 
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
@@ -147,7 +136,16 @@ def plan(
         shared = divide(local, ranks)
         return traced(local), shared
 
-    def traced(model: nn.Module) -> ModelGraph:
+    def with_experts(ranks: int) -> tuple[ModelGraph, Mapping[str, int]]:
+        from osdp.experts import local_experts
+        from osdp.model.tensor_parallel import on_meta
+
+        local = on_meta(model)
+        chosen = local_experts(local, ranks)
+        graph = traced(local)
+        return graph, chosen()
+
+    def traced(model: nn.Module, *, on_host: bool = False) -> ModelGraph:
         report(Progress("capture", 0, 0, 1, 0.0))
         return capture(
             model,
@@ -158,21 +156,29 @@ def plan(
             seq_len=seq_len,
             batch=batch,
             device=devices.device,
+            compiled=compiled and not verify,  # a dry run is of eager code
+            on_host=on_host,
         )
 
     def make() -> Plan:
         if larger:
             from osdp.layouts import Asked, plan_inside, plan_layouts
 
-            asked = Asked(divided, devices, training, rules, batching, report)
+            asked = Asked(divided, devices, training, rules, batching, report, capture_experts=with_experts)
+            if layout is not None:
+                from osdp.experts import expert_modules
+
+                asked = replace(asked, has_experts=bool(expert_modules(model)))
             if layout is None:
-                return plan_inside(asked, tensor, pipeline, stage)
+                return plan_inside(asked, tensor, pipeline, stage, interleave, expert)
             return plan_layouts(asked, tried=on_layout or (lambda _: None))
         graph = traced(model)
 
         def search(cluster: Cluster) -> Plan:
             samples = {"batch": batch, "accumulation": accumulation, "global_batch": global_batch}
-            return plan_graph(graph, cluster, training, rules, progress=report, **samples)
+            on_host = offload == AUTO and not verify  # a dry run in one memory does not tell the two apart
+            more = {"else_on_host": on_host, "host_graph": partial(traced, model, on_host=True)}
+            return plan_graph(graph, cluster, training, rules, progress=report, **more, **samples)
 
         if not verify:
             return search(devices)
@@ -218,236 +224,3 @@ def read_pins(pin: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
             raise UsageError(f"{pattern!r} is pinned to both {pins[pattern]} and {mode}; keep one")
         pins[pattern] = mode
     return pins
-
-
-def plan_graph(
-    graph: ModelGraph,
-    cluster: Cluster,
-    training: Training,
-    rules: Rules,
-    *,
-    batch: int | None = None,
-    accumulation: int | None = None,
-    global_batch: int | None = None,
-    progress: Report | None = None,
-    search_seconds: float = SEARCH_SECONDS,
-) -> Plan:
-    """Plans a captured model: the search, its proof, and the baselines beside it."""
-    given = batch is not None or global_batch is not None
-    batching = Batching(batch if given else graph.only_batch, accumulation, global_batch)
-    report = progress or (lambda _: None)
-    report(Progress("baselines", 0, 0, 1, 0.0))
-    ways = baselines(graph, cluster, training, batching)
-    report(Progress("search", 0, 0, 1, 0.0))
-    graph.check_batches(size for _, size in batching.ways(cluster.world_size) if size)
-    space = _Space(graph, cluster, training, rules, batching)
-
-    def shown(size: int, done: int, waiting: int, each: float) -> None:
-        rate = cluster.world_size / each if each > 0 else 0.0
-        report(Progress("search", size, done, done + waiting, rate))
-
-    seeds = [seed for way in ways if way.baseline.feasible for seed in space.seeds(way)]
-    found = search_batches(space.candidates, seconds=search_seconds, seeds=seeds, progress=shown)
-    found = found or space.smallest()
-    if found is None:
-        raise nothing_fits(graph, cluster, training, rules, batching)
-    taken = _preferred(found, seeds, batching, search_seconds)
-    layout, options = space.read(taken)
-    predicted = _predicted(layout, options, taken, space.training(taken.candidate.accumulation), cluster)
-    _check_against(predicted, seeds, cluster)
-    return Plan(
-        version=PLAN_VERSION,
-        model=_plan_model(graph, layout),
-        cluster=cluster,
-        precision=training.precision.name,
-        reduce_dtype=training.reduce_dtype,
-        optimizer=training.optimizer.name,
-        batch_size=taken.batch,
-        accumulation=taken.candidate.accumulation,
-        predicted=predicted,
-        certificate=_certificate(found, cluster, space.num_options),
-        baselines=tuple(way.baseline for way in ways),
-        units=plan_units(layout, options),
-        compiled=training.compiled,
-        loss_chunks=training.loss_chunks,
-    )
-
-
-class _Space:
-    """All that may be chosen for a model on a cluster: problems by accumulation, batch size and variant."""
-
-    def __init__(
-        self, graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules, batching: Batching
-    ) -> None:
-        self._graph, self._cluster, self._training, self._rules = graph, cluster, training, rules
-        self._tables: dict[bool, Tables] = {}
-        self.candidates = [
-            candidate
-            for accumulation, batch in batching.ways(cluster.world_size)
-            for candidate in self._candidates(accumulation, batch)
-        ]
-
-    def training(self, accumulation: int) -> Training:
-        return replace(self._training, accumulation=accumulation)
-
-    def tables(self, accumulation: int) -> Tables:
-        """Micro-batches that are accumulated cost the same however many they are."""
-        often = accumulation > 1
-        if often not in self._tables:
-            self._tables[often] = Tables(self._graph, self._cluster, self.training(accumulation), self._rules)
-        return self._tables[often]
-
-    @property
-    def num_options(self) -> int:
-        return max(tables.num_options for tables in self._tables.values())
-
-    def _candidates(self, accumulation: int, batch: int | None) -> Iterator[Candidate]:
-        """One family of problems for each variant; without a given batch size, up to the largest that may fit."""
-        tables, limit = self.tables(accumulation), self._cluster.limit_bytes
-        for recomputed in tables.variants:
-
-            @lru_cache(maxsize=_PROBLEMS)
-            def make(batch: int, time_batch: int, recomputed: bool | None = recomputed) -> Problem:
-                variant = {"accumulation": accumulation, "recomputed": recomputed}
-                return tables.problem(batch, limit=limit, time_batch=time_batch, **variant)
-
-            low, high = (batch, batch) if batch else (1, largest_batch(make, most=LARGEST_MICRO_BATCH))
-            if high:
-                yield Candidate(recomputed, make, accumulation, low, high)
-
-    def seeds(self, way: Way) -> Iterator[Seed]:
-        """A baseline as a choice of this space, if the rules allow it."""
-        for candidate in self.candidates:
-            size, micro = way.baseline.batch_size, way.baseline.accumulation
-            inside = candidate.low <= size <= candidate.high and candidate.accumulation == micro
-            if inside and candidate.key in (None, bool(way.uniform.recompute)):
-                problem = candidate.make(size, size)
-                choice = self.tables(micro).uniform(problem, way.uniform)
-                if choice is not None:
-                    yield candidate, size, choice
-
-    def smallest(self) -> Found | None:
-        """A plan that needs as little memory as any, should the search have missed that it fits."""
-        for candidate in self.candidates:
-            choice, _ = lowest_peak(candidate.make(candidate.low, candidate.low))
-            found = judged(candidate, candidate.low, choice)
-            if found is not None:
-                problem = candidate.make(candidate.low, candidate.high)
-                bound = relaxed_bound(problem) / (candidate.high * candidate.accumulation)
-                return replace(found, status="time limit", bound=min(bound, found.seconds_per_sample))
-        return None
-
-    def read(self, found: Found) -> tuple[Layout, list[Option]]:
-        problem = found.candidate.make(found.batch, found.batch)
-        return self.tables(found.candidate.accumulation).read(problem, found.choice)
-
-
-def _preferred(found: Found, seeds: Sequence[Seed], batching: Batching, search_seconds: float) -> Found:
-    """The plan with the smallest micro-batch that is within CLOSE of the fastest, and no slower than a baseline."""
-    if batching.batch is not None or batching.global_batch is not None:
-        return found
-    usual = [each.seconds_per_sample for seed in seeds if (each := judged(*seed)) is not None]
-    return smaller_batch(found, min([found.seconds_per_sample / (1 - CLOSE), *usual]), seconds=search_seconds / 4)
-
-
-def _check_against(predicted: Predicted, seeds: Sequence[Seed], cluster: Cluster) -> None:
-    """No plan is slower than a baseline that is in its space: it would be a fault of the search."""
-    for seed in seeds:
-        usual = judged(*seed)
-        if usual is None:
-            continue
-        rate = cluster.world_size / usual.seconds_per_sample
-        if predicted.samples_per_second < rate * (1 - 1e-6):
-            raise RuntimeError(
-                f"the search returned a plan of {predicted.samples_per_second:.6g} samples/s, a baseline "
-                f"reaches {rate:.6g}: this is a fault of osdp, please report it with the command"
-            )
-
-
-def _predicted(layout: Layout, options: list[Option], found: Found, training: Training, cluster: Cluster) -> Predicted:
-    graph = step_graph(layout, options, found.batch, training, cluster)
-    timeline, time = graph.timeline(), graph.time()
-    return Predicted(
-        step_seconds=time.total,
-        samples_per_second=found.batch * found.candidate.accumulation * cluster.world_size / time.total,
-        mfu=layout.graph.flops_at(found.batch)
-        * found.candidate.accumulation
-        / (time.total * cluster.device.peak_flops[training.precision.compute_dtype]),
-        peak_bytes=timeline.peak_bytes,
-        limit_bytes=cluster.limit_bytes,
-        reserve_bytes=sum(cluster.reserve.values()),
-        peak_at=str(timeline.peak),
-        memory_parts=timeline.peak.parts,
-        time_parts={
-            "compute": time.compute,
-            "copies": time.copies,
-            "exposed communication": time.exposed_communication,
-            "optimizer": time.optimizer,
-            "hidden communication": time.hidden_communication,
-        },
-    )
-
-
-def _certificate(found: Found, cluster: Cluster, options: int) -> Certificate:
-    bound = cluster.world_size / found.bound
-    rate = cluster.world_size / found.seconds_per_sample
-    return Certificate(
-        status=found.status,
-        bound=bound,
-        gap=max(0.0, 1 - rate / bound),
-        fastest_samples_per_second=rate,
-        fastest_batch_size=found.batch,
-        nodes=found.nodes,
-        seconds=found.seconds,
-        batches_searched=found.solved,
-        options=options,
-    )
-
-
-def _plan_model(graph: ModelGraph, layout: Layout) -> PlanModel:
-    return PlanModel(
-        name=graph.name,
-        parameters=graph.num_parameters,
-        seq_len=graph.seq_len,
-        uncalled=uncalled_parameters(graph, layout),
-        trained=sum(each.numel for each in graph.parameters.values() if each.trainable),
-        sample_elements=graph.sample_elements,
-        assumptions=graph.assumptions,
-        unused=graph.unused,
-    )
-
-
-def uncalled_parameters(graph: ModelGraph, layout: Layout) -> dict[str, int]:
-    """The parameters that are in no unit, because no call reaches them; see `PlanModel`."""
-    held = {parameter.name for unit in layout.units for parameter in unit.parameters}
-    return {name: parameter.numel for name, parameter in graph.parameters.items() if name not in held}
-
-
-def plan_units(layout: Layout, options: list[Option]) -> tuple[PlanUnit, ...]:
-    """The plan's units, in the order in which forward enters them."""
-    recomputed = {shaped.stage.name: shaped.shape.recompute for shaped in layout.shaped if shaped.stage.is_block}
-    granularity = {shaped.stage.name: shaped.shape.granularity for shaped in layout.shaped if shaped.stage.is_block}
-    rows = sorted(
-        zip(layout.units, options, layout.places, strict=True),
-        key=lambda row: (row[2].enter is None, row[2].enter or 0),
-    )
-    return tuple(
-        PlanUnit(
-            name=unit.name,
-            modules=unit.modules,
-            block=unit.block,
-            mode=option.mode,
-            splits=option.slices,
-            sharded_splits=0 if option.mode == REPLICATE else option.sharded,
-            recompute=Recompute.NONE if unit.block is None else recomputed[unit.block],
-            reduce_once=option.reduce_once,
-            two_levels=option.two_levels,
-            parameters=unit.numel,
-            all_reduce_once=option.all_reduce_once,
-            granularity=granularity.get(unit.block or "", OPERATORS),
-        )
-        for unit, option, _ in rows
-    )
-
-
-__all__ = ["Progress", "plan", "plan_graph", "plan_units", "read_pins", "resolve"]

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from osdp.batching import CLOSE, Batching, largest_that_fits
 from osdp.cluster import Cluster
+from osdp.cost.buckets import DDP_BUCKET_BYTES, can_join, joined
 from osdp.cost.graph import StepGraph, step_graph
 from osdp.cost.tables import Rules, Tables, Uniform
 from osdp.cost.training import Training
@@ -16,7 +17,8 @@ from osdp.cost.units import WHOLE, modes_for
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Baseline
 from osdp.recompute import Recompute
-from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.search.evaluate import Verdict, evaluate
+from osdp.search.problem import Problem, StageChoice
 from osdp.sharding import FREE, FREE_IN_NODE, KEEP, REPLICATE, ShardingMode
 
 WAYS = (("DDP", REPLICATE), ("ZeRO-2", KEEP), ("FSDP", FREE), ("HSDP", FREE_IN_NODE))
@@ -67,22 +69,31 @@ class Prices:
         self, uniform: Uniform, batch: int, accumulation: int
     ) -> tuple[Tables, Problem, tuple[StageChoice, ...]]:
         tables = self._often if accumulation > 1 else self._once
-        variant = None if tables.variants == [None] else bool(uniform.recompute)
+        recomputed = None if tables.recompute_cases == [None] else bool(uniform.recompute)
         limit = self.cluster.limit_bytes
-        problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=variant)
+        problem = tables.problem(batch, limit=limit, accumulation=accumulation, recomputed=recomputed)
         choice = tables.uniform(problem, uniform)
         assert choice is not None
         return tables, problem, choice
 
     def verdict(self, uniform: Uniform, batch: int, accumulation: int) -> Verdict:
+        if self._joins(uniform):
+            step = self.step(uniform, batch, accumulation)
+            return Verdict(step.seconds, step.timeline().peak_bytes)
         _, problem, choice = self._chosen(uniform, batch, accumulation)
         return evaluate(problem, choice)
 
     def step(self, uniform: Uniform, batch: int, accumulation: int) -> StepGraph:
-        """The graph of a step in this way."""
+        """The graph of a step in this way. Where reductions can be joined, DDP's are, as torch's own are."""
         tables, problem, choice = self._chosen(uniform, batch, accumulation)
         training = replace(self._training, accumulation=accumulation)
-        return step_graph(*tables.read(problem, choice), batch, training, self.cluster)
+        layout, options = tables.read(problem, choice)
+        if self._joins(uniform):
+            options = joined(layout, options, DDP_BUCKET_BYTES, training)
+        return step_graph(layout, options, batch, training, self.cluster)
+
+    def _joins(self, uniform: Uniform) -> bool:
+        return not uniform.mode.is_sharded and can_join(self._training, self.cluster)
 
     def fits(self, verdict: Verdict) -> bool:
         return verdict.peak <= self.cluster.limit_bytes

@@ -17,6 +17,7 @@ import re
 import stat
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,13 +112,18 @@ def write_json(document: Any, path: str | os.PathLike[str]) -> None:
     write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", path)
 
 
-def convert(kind: type[T], table: Any, *, name: str, remedy: str) -> T:
-    """A declared value from plain ones; see [Note: Declared types]. `name` is how an error calls the table."""
+def convert(kind: type[T], table: Any, *, name: str, remedy: str, is_complete: bool = False) -> T:
+    """A declared value from plain ones; see [Note: Declared types]. `name` is how an error calls the table.
+
+    With `is_complete`, fields that have a default must be there too: osdp itself writes such a file.
+    """
     try:
         value = msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         raise UsageError(f"{_sentence(str(error), table, name)}; {remedy}") from None
     _refuse_unknown(table, msgspec.to_builtins(value), name, remedy)
+    if is_complete:
+        _refuse_missing(table, value, name, remedy)
     return value
 
 
@@ -189,6 +195,18 @@ def _refuse_unknown(given: Any, kept: Any, name: str, remedy: str) -> None:
     elif isinstance(given, Sequence) and isinstance(kept, Sequence) and not isinstance(given, str):
         for index, (value, other) in enumerate(zip(given, kept, strict=True)):
             _refuse_unknown(value, other, f"{name}[{index}]", remedy)
+
+
+def _refuse_missing(given: Any, value: Any, name: str, remedy: str) -> None:
+    """Refuses a table that lacks a field of its declaration: its default would be taken without a word."""
+    if isinstance(given, Mapping) and is_dataclass(value):
+        for each in fields(value):
+            if each.name not in given:
+                raise UsageError(f"{name} has no field {each.name!r}; {remedy}")
+            _refuse_missing(given[each.name], getattr(value, each.name), f"{name}.{each.name}", remedy)
+    elif isinstance(given, Sequence) and isinstance(value, tuple):
+        for index, (one, other) in enumerate(zip(given, value, strict=True)):
+            _refuse_missing(one, other, f"{name}[{index}]", remedy)
 
 
 def _short(value: Any) -> str:

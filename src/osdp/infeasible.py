@@ -2,9 +2,8 @@
 
 [Note: Remedies]
 A remedy's peak is computed as the error's own is: the smallest peak of the model after the change. What cannot be
-computed so is an estimate, and says it: a shorter sequence, for which the model would have to be traced again; states
-on the host, which this package does not move; and everything after a dry run that found more than was predicted, as
-another plan's dry run may find more, or less.
+computed so is an estimate, and says it: a shorter sequence, for which the model would have to be traced again; and
+everything after a dry run that found more than was predicted, as another plan's dry run may find more, or less.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
-from osdp.cost.lifetimes import PARTS, SAVED, TEMPORARIES
+from osdp.cost.offload import may_step_on_host
+from osdp.cost.positions import PARTS, SAVED, TEMPORARIES
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import OPTIMIZERS, PRECISIONS, Training
@@ -39,7 +39,7 @@ def smallest_timeline(graph: ModelGraph, cluster: Cluster, training: Training, r
     """The timeline of a plan that needs as little memory as any."""
     tables = Tables(graph, cluster, training, rules)
     found: list[Timeline] = []
-    for recomputed in tables.variants:
+    for recomputed in tables.recompute_cases:
         problem = tables.problem(
             batch, limit=cluster.limit_bytes, accumulation=training.accumulation, recomputed=recomputed
         )
@@ -113,12 +113,16 @@ def _remedies(
         if found is not None and found.peak_bytes + unseen <= limit:
             yield Remedy(change, found.peak_bytes + unseen, estimate=estimate or unseen != 0)
 
-    if needs.rules != Rules():
-        of = replace(needs, rules=Rules())
+    unrestricted = Rules(offload=needs.rules.offload)
+    if needs.rules != unrestricted:
+        of = replace(needs, rules=unrestricted)
         yield from tried("dropping the restrictions on modes, splits, recompute and pins", of=of)
     if needs.batching.batch is not None and needs.batching.batch > 1:
         yield from tried("a batch of 1", of=replace(needs, batching=replace(needs.batching, batch=1)))
     yield from _more_devices(cluster, tried)
+    if not needs.rules.offload and cluster.can_offload and may_step_on_host(training):
+        of = replace(needs, rules=replace(needs.rules, offload=True))
+        yield from tried("units on the host (offload auto)", of=of)
     yield from _lighter(training, tried)
     yield from _shorter(needs.graph, timeline, limit, unseen)
 
@@ -143,9 +147,6 @@ def _lighter(training: Training, tried: Callable[..., Iterator[Remedy]]) -> Iter
     if optimizer.name == "adamw":
         fused = replace(training, optimizer=OPTIMIZERS["adamw-fused"])
         yield from tried("the fused optimizer, which needs no temporary copy (adamw-fused)", by=fused)
-    if optimizer.states:
-        moved = replace(training, optimizer=replace(optimizer, states=0, temporaries=0, counters=0))
-        yield from tried("optimizer states offloaded to the host (osdp does not)", by=moved, estimate=True)
 
 
 def _shorter(graph: ModelGraph, timeline: Timeline, limit: int, unseen: int) -> Iterator[Remedy]:

@@ -6,28 +6,40 @@ answer is put back into the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from osdp.api import SEARCH_SECONDS, Report, plan_graph
 from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
-from osdp.cost.outer import Clock, local_cluster, stage_graph, waiting_seconds, with_tensor_collectives
+from osdp.cost.outer import (
+    Clock,
+    idle_micro_batches,
+    local_cluster,
+    stage_graph,
+    waiting_seconds,
+    with_expert_collectives,
+    with_tensor_collectives,
+)
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE
 from osdp.errors import DoesNotFit, OsdpError, UsageError
 from osdp.model.graph import ModelGraph, TensorOperator
 from osdp.planfile import OuterLayout, Plan
+from osdp.planning import SEARCH_SECONDS, Report, plan_graph
 from osdp.sharding import FREE_TO_NODE
 
 MOST_PIPELINED = 4  # samples of a micro-batch in a pipeline: more of them leave larger bubbles
 TENSOR_DEGREES = (1, 2, 4, 8)
 PIPELINE_DEGREES = (1, 2, 4, 8, 16)
+EXPERT_DEGREES = (2, 4, 8)
 AUTO_SECONDS = 3.0  # of the search for each layout's plan
 
 Capture = Callable[[int], tuple[ModelGraph, tuple[TensorOperator, ...]]]
 """The model as one of so many tensor-parallel ranks holds it, with the operators that they share."""
+
+CaptureExperts = Callable[[int], tuple[ModelGraph, Mapping[str, int]]]
+"""The model with the experts of one of so many ranks; by their names, to how many of them a token goes."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +53,39 @@ class Asked:
     batching: Batching
     progress: Report | None = None
     seconds: float = SEARCH_SECONDS
+    capture_experts: CaptureExperts | None = None
+    has_experts: bool = False
     _captured: dict[int, tuple[ModelGraph, tuple[TensorOperator, ...]]] = field(default_factory=dict)
+    _experts: dict[int, tuple[ModelGraph, Mapping[str, int]]] = field(default_factory=dict)
 
     def model(self, tensor: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
         if tensor not in self._captured:
             self._captured[tensor] = self.capture(tensor)
         return self._captured[tensor]
 
+    def with_experts(self, ranks: int, clock: Clock) -> ModelGraph:
+        assert self.capture_experts is not None
+        if ranks not in self._experts:
+            self._experts[ranks] = self.capture_experts(ranks)
+        graph, chosen = self._experts[ranks]
+        return with_expert_collectives(graph, chosen, ranks, clock)
 
-def plan_inside(asked: Asked, tensor: int, pipeline: int, stage: int | None = None) -> Plan:
+
+def plan_inside(
+    asked: Asked, tensor: int, pipeline: int, stage: int | None = None, interleave: int = 1, expert: int = 1
+) -> Plan:
     """The best plan of one stage of a layout; without a stage, of the slowest of the first and the last."""
+    if interleave > 1 and pipeline == 1:
+        raise UsageError(f"interleave {interleave} needs the stages of a pipeline; give --pipeline too")
     if stage is not None and not 0 <= stage < pipeline:
         raise UsageError(f"stage {stage} is not one of {pipeline}; give 0 to {pipeline - 1}")
     local = local_cluster(asked.cluster, tensor, pipeline)
-    layouts = [OuterLayout(tensor, pipeline, each) for each in ({pipeline - 1, 0} if stage is None else {stage})]
+    _check_experts(asked, local, tensor, expert)
+    stages = {pipeline - 1, 0} if stage is None else {stage}
+    layouts = [OuterLayout(tensor, pipeline, each, interleave=interleave, expert=expert) for each in stages]
     best: Plan | None = None
     refused: DoesNotFit | None = None
-    for batching, micro_batches in _ways(asked.batching, local, pipeline):
+    for batching, micro_batches in _ways(asked.batching, local, pipeline, interleave):
         found: Plan | None = None
         try:
             for layout in layouts:
@@ -78,11 +106,31 @@ def plan_inside(asked: Asked, tensor: int, pipeline: int, stage: int | None = No
     return best
 
 
+def _check_experts(asked: Asked, local: Cluster, tensor: int, expert: int) -> None:
+    if expert == 1:
+        return
+    if tensor > 1:
+        raise UsageError(
+            f"{tensor} tensor-parallel ranks and experts over {expert} ranks do not go together: FSDP2 shards what lies"
+            " on one other dimension; leave --tensor or --expert out"
+        )
+    if asked.training.compiled:
+        raise UsageError(
+            f"blocks with experts over {expert} ranks are not compiled, as tokens leave them in the middle; leave"
+            " --compiled or --expert out"
+        )
+    if local.devices_per_node % expert:
+        raise UsageError(
+            f"experts over {expert} ranks do not divide the {local.devices_per_node} data-parallel devices of a node;"
+            f" give a divisor of {local.devices_per_node}"
+        )
+
+
 def _rate(plan: Plan) -> float:
     return plan.predicted.samples_per_second
 
 
-def _ways(batching: Batching, local: Cluster, pipeline: int) -> list[tuple[Batching, int]]:
+def _ways(batching: Batching, local: Cluster, pipeline: int, interleave: int) -> list[tuple[Batching, int]]:
     """How the local problem takes a step's samples, and of how many micro-batches they are; small ones first."""
     if pipeline == 1:
         return [(batching, 0)]
@@ -95,21 +143,32 @@ def _ways(batching: Batching, local: Cluster, pipeline: int) -> list[tuple[Batch
         ways = [
             (batch, often) for batch, often in ways if batch == 1 or (batch <= MOST_PIPELINED and often >= pipeline)
         ]
-    return [(Batching(batch, often + pipeline - 1), often) for batch, often in ways]
+    if interleave > 1:
+        ways = [(batch, often) for batch, often in ways if often % pipeline == 0]
+        if not ways:
+            raise UsageError(
+                f"interleaved stages need a multiple of {pipeline} micro-batches in a step, which this batch cannot be"
+                " cut into; give another --global-batch, or leave --interleave out"
+            )
+    idle = idle_micro_batches(pipeline, interleave)
+    return [(Batching(batch, often + idle), often) for batch, often in ways]
 
 
 def _stage_plan(asked: Asked, local: Cluster, layout: OuterLayout, batching: Batching, micro_batches: int) -> Plan:
-    graph, shared = asked.model(layout.tensor)
     clock, rules = Clock(asked.cluster, local), asked.rules
+    if layout.expert > 1:
+        graph, shared = asked.with_experts(layout.expert, clock), ()
+    else:
+        graph, shared = asked.model(layout.tensor)
     if layout.tensor > 1:
         graph = with_tensor_collectives(graph, shared, layout.tensor, clock)
         rules = replace(rules, modes=tuple(mode for mode in rules.modes if mode != FREE_TO_NODE))
     if layout.pipeline > 1:
-        graph = stage_graph(graph, layout.pipeline, layout.stage, micro_batches, clock)
+        graph = stage_graph(graph, layout.pipeline, layout.stage, micro_batches, clock, layout.interleave)
         rules = replace(rules, only_reduced_once=True)
     given = {"batch": batching.batch, "accumulation": batching.accumulation, "global_batch": batching.global_batch}
     plan = plan_graph(
-        graph, local, asked.training, rules, progress=asked.progress, search_seconds=asked.seconds, **given
+        graph, local, asked.training, rules, progress=asked.progress, search_seconds=asked.seconds, join=False, **given
     )
     layout = replace(layout, whole=asked.cluster.word)
     return _of_whole(plan, layout, micro_batches, waiting_seconds(graph, clock, plan.batch_size))
@@ -142,6 +201,12 @@ class Tried:
     pipeline: int
     plan: Plan | None
     reason: str = ""
+    interleave: int = 1
+    expert: int = 1
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        return self.tensor, self.pipeline, self.expert
 
 
 def plan_layouts(
@@ -154,16 +219,20 @@ def plan_layouts(
     """The plan of the fastest layout; `tried` is told of each.
 
     Every layout is priced with the best plan that gathers whole blocks, found by a short search; the fastest, and data
-    parallelism alone, are then planned in full, and the better of the two is taken.
+    parallelism alone, are then planned in full, and the better of the two is taken. A model that has experts is tried
+    with them over a dimension of their own too, where no operator is divided.
     """
-    found = [priced(asked, tensor, pipeline) for tensor in tensors for pipeline in pipelines]
+    ways = [(tensor, pipeline, 1) for tensor in tensors for pipeline in pipelines]
+    if asked.has_experts and not asked.training.compiled:
+        ways += [(1, pipeline, expert) for expert in EXPERT_DEGREES for pipeline in pipelines]
+    found = [priced(asked, tensor, pipeline, expert=expert) for tensor, pipeline, expert in ways]
     fastest = max(found, key=lambda each: _rate(each.plan) if each.plan else 0.0)
     if fastest.plan is None:
         raise UsageError(f"no layout fits {asked.cluster.word}: {found[0].reason}; give more devices or more memory")
-    full = {each: _tried(asked, *each) for each in dict.fromkeys([(1, 1), (fastest.tensor, fastest.pipeline)])}
+    full = {each: _tried(asked, *each[:2], expert=each[2]) for each in dict.fromkeys([(1, 1, 1), fastest.degrees])}
     best: Plan | None = None
     for each in found:
-        again = full.get((each.tensor, each.pipeline), each)
+        again = full.get(each.degrees, each)
         taken = again if again.plan else each
         tried(taken)
         if taken.plan is not None and (best is None or _rate(taken.plan) > _rate(best)):
@@ -172,16 +241,18 @@ def plan_layouts(
     return best
 
 
-def priced(asked: Asked, tensor: int, pipeline: int) -> Tried:
+def priced(asked: Asked, tensor: int, pipeline: int, interleave: int = 1, expert: int = 1) -> Tried:
     """A layout with the best plan that gathers whole blocks, found by a short search."""
     rules = replace(asked.rules, split=False, granularities=(WHOLE,))
-    return _tried(replace(asked, rules=rules, seconds=AUTO_SECONDS), tensor, pipeline)
+    return _tried(replace(asked, rules=rules, seconds=AUTO_SECONDS), tensor, pipeline, interleave, expert)
 
 
-def _tried(asked: Asked, tensor: int, pipeline: int) -> Tried:
+def _tried(asked: Asked, tensor: int, pipeline: int, interleave: int = 1, expert: int = 1) -> Tried:
+    plan, reason = None, ""
     try:
-        return Tried(tensor, pipeline, plan_inside(asked, tensor, pipeline))
+        plan = plan_inside(asked, tensor, pipeline, interleave=interleave, expert=expert)
     except DoesNotFit as error:
-        return Tried(tensor, pipeline, None, f"needs {format_bytes(error.peak_bytes)}")
+        reason = f"needs {format_bytes(error.peak_bytes)}"
     except OsdpError as error:  # degrees that do not divide the cluster, the model or the batch
-        return Tried(tensor, pipeline, None, str(error).partition(";")[0])
+        reason = str(error).partition(";")[0]
+    return Tried(tensor, pipeline, plan, reason, interleave, expert)

@@ -16,6 +16,7 @@ from osdp.recompute import Recompute
 from osdp.sharding import MODES, REPLICATE, Scope
 
 if TYPE_CHECKING:
+    from osdp.cluster import Cluster
     from osdp.model.graph import ModelGraph
 
 _AGAIN = "plan this model again"
@@ -46,6 +47,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     owners: dict[str, str] = {}
     granularity: dict[str, str] = {}
     recompute: dict[str, Recompute] = {}
+    prefetch: dict[str, int] = {}
     for unit in plan.units:
         yield from _contradictions_of_unit(unit)
         for module in unit.modules:
@@ -56,14 +58,44 @@ def _contradictions(plan: Plan) -> Iterator[str]:
             yield f"block {unit.block!r} is gathered in two granularities, as in {unit.name!r}"
         if unit.block is not None and recompute.setdefault(unit.block, unit.recompute) != unit.recompute:
             yield f"block {unit.block!r} is recomputed in some of its units but not in all alike, as in {unit.name!r}"
+        if unit.block is not None and prefetch.setdefault(unit.block, unit.prefetch) != unit.prefetch:
+            yield f"block {unit.block!r} has two depths of prefetch, as in {unit.name!r}"
         if unit.recompute is Recompute.SELECTIVE and (unit.name != unit.block or unit.splits > 1):
             yield f"unit {unit.name!r} is a part or in slices, and only whole blocks are recomputed selectively"
+        if unit.experts and (unit.splits > 1 or len(unit.modules) > 1):
+            yield f"unit {unit.name!r} has experts over a dimension of their own, and is not one whole module"
+    if any(unit.experts for unit in plan.units) != (plan.layout.expert > 1):
+        yield f"the plan has experts over {plan.layout.expert} ranks, and its units say otherwise"
+    if plan.cluster.devices_per_node % plan.layout.expert:
+        yield f"experts over {plan.layout.expert} ranks do not divide the devices of a node of {plan.cluster.word}"
+    yield from _contradictions_of_buckets(plan)
     for unit in plan.units if plan.compiled else ():
         if unit.block is not None and unit.name != unit.block:
             yield f"unit {unit.name!r} is a part of block {unit.block!r}, which the plan compiles as a whole"
+        if unit.recompute is Recompute.ON_HOST:
+            yield f"unit {unit.name!r} has its input on the host, and inputs of compiled blocks are on the device"
     planned = sum(unit.parameters for unit in plan.units) + sum(plan.model.uncalled.values())
     if planned != plan.model.parameters:
         yield f"the plan's units hold {planned:,} parameters, but its model has {plan.model.parameters:,}"
+
+
+def _contradictions_of_buckets(plan: Plan) -> Iterator[str]:
+    """See [Note: Joined reductions] in osdp.cost.buckets."""
+    units = {unit.name: unit for unit in plan.units}
+    for unit in plan.units:
+        if unit.reduced_with is None:
+            continue
+        other = units.get(unit.reduced_with)
+        if other is None or other is unit or other.reduced_with is not None:
+            yield f"unit {unit.name!r} is reduced with {unit.reduced_with!r}, which makes no all-reduce of its own"
+        elif any(each.splits > 1 or each.mode != REPLICATE for each in (unit, other)):
+            yield f"units {unit.name!r} and {other.name!r} are reduced together, which only whole replicas are"
+        elif unit.experts or other.experts:
+            yield f"units {unit.name!r} and {other.name!r} are reduced together, which units of experts are not"
+        elif unit.reduce_once != other.reduce_once:
+            yield f"units {unit.name!r} and {other.name!r} are reduced together, but one of them once a step"
+    if plan.buckets and not plan.cluster.engine.reduces_before_waiting:
+        yield f"the plan joins reductions, which the engine {plan.cluster.engine.name} does not"
 
 
 def _contradictions_of_unit(unit: PlanUnit) -> Iterator[str]:
@@ -77,6 +109,10 @@ def _contradictions_of_unit(unit: PlanUnit) -> Iterator[str]:
         yield f"unit {unit.name!r} has {unit.splits} slices, but only a unit of one module can be split"
     if unit.block is not None and not f"{unit.name}.".startswith(f"{unit.block}."):
         yield f"unit {unit.name!r} is not in its block, {unit.block!r}"
+    if unit.prefetch > 1 and (unit.block is None or unit.granularity != "operators"):
+        yield f"unit {unit.name!r} prefetches two units, which only blocks that are gathered by operators do"
+    if unit.prefetch > 1 and unit.splits > 1:
+        yield f"unit {unit.name!r} has {unit.splits} slices and prefetches two units, which do not go together"
     if unit.recompute and unit.block is None:
         yield f"unit {unit.name!r} is recomputed but in no block"
 
@@ -91,6 +127,11 @@ def _contradictions_of_prediction(plan: Plan) -> Iterator[str]:
         )
     if predicted.peak_bytes > predicted.limit_bytes:
         yield f"the plan predicts a peak of {predicted.peak_bytes:,} bytes, but its limit is {predicted.limit_bytes:,}"
+    if predicted.host_peak_bytes > predicted.host_limit_bytes:
+        yield (
+            f"the plan predicts {predicted.host_peak_bytes:,} bytes on the host, but its limit is"
+            f" {predicted.host_limit_bytes:,}"
+        )
 
 
 def _unknown_here(plan: Plan) -> Iterator[str]:
@@ -105,18 +146,59 @@ def _unknown_here(plan: Plan) -> Iterator[str]:
     ):
         if word not in known:
             yield f"the plan's {what} is {word!r}, but the known ones are {', '.join(known)}"
-    modes = modes_for(plan.cluster)
+    holders = {unit.name: _held_by(plan, unit) for unit in plan.units}
+    is_whole = plan.optimizer in OPTIMIZERS and OPTIMIZERS[plan.optimizer].is_whole
     for unit in plan.units:
+        if unit.splits > 1 and is_whole:
+            yield f"unit {unit.name!r} has {unit.splits} slices, and {plan.optimizer} steps whole operators only"
         if unit.mode not in MODES:
             yield f"unit {unit.name!r} has the unknown mode {unit.mode!r}; the modes are {', '.join(MODES)}"
+        cluster = holders[unit.name]
+        modes = modes_for(cluster)
         if unit.mode not in modes:
-            yield f"unit {unit.name!r} has mode {unit.mode}, but {plan.cluster.word} has only {', '.join(modes)}"
-        if unit.two_levels and not (plan.cluster.has_two_levels and unit.sharding.sharded_over is Scope.WORLD):
-            yield f"unit {unit.name!r} is exchanged on two levels, which {unit.mode} on {plan.cluster.word} is not"
+            yield f"unit {unit.name!r} has mode {unit.mode}, but {cluster.word} has only {', '.join(modes)}"
+        if unit.experts and unit.offload:
+            yield f"unit {unit.name!r} has experts over a dimension of their own, which are not held on the host"
+        if unit.two_levels and not (cluster.has_two_levels and unit.sharding.sharded_over is Scope.WORLD):
+            yield f"unit {unit.name!r} is exchanged on two levels, which {unit.mode} on {cluster.word} is not"
         if unit.all_reduce_once and not unit.sharding.is_reduced_across:
             yield f"unit {unit.name!r} is all-reduced across nodes once a step, which {unit.mode} is not"
         if unit.all_reduce_once and unit.reduce_once:
             yield f"unit {unit.name!r} is reduced once a step, so it cannot be reduced in the node more often"
+        if unit.offload:
+            yield from _contradictions_of_host(plan, unit)
+        if unit.recompute is Recompute.ON_HOST and not plan.cluster.can_offload:
+            yield (
+                f"unit {unit.name!r} has its block's input on the host, but nothing is known of the host of"
+                f" {plan.cluster.word}"
+            )
+        if unit.gather_once and not (unit.sharding.is_kept and unit.splits == 1):
+            how = unit.mode if unit.splits == 1 else "a unit in slices"
+            yield f"unit {unit.name!r} is gathered once a step, which {how} is not: only whole units that are kept are"
+
+
+def _held_by(plan: Plan, unit: PlanUnit) -> Cluster:
+    """The ranks that share a unit or have copies of it."""
+    from osdp.cost.units import with_same_experts  # here, because it imports osdp.planfile
+
+    return with_same_experts(plan.cluster, plan.layout.expert) if unit.experts else plan.cluster
+
+
+def _contradictions_of_host(plan: Plan, unit: PlanUnit) -> Iterator[str]:
+    """Why a unit cannot be held on the host; see `can_offload` in osdp.cost.offload."""
+    if not unit.sharding.is_sharded or unit.sharding.is_sharded_anew or unit.splits > 1:
+        slices = f" in {unit.splits} slices" if unit.splits > 1 else ""
+        yield f"unit {unit.name!r} is on the host, where {unit.mode}{slices} cannot be held"
+    if unit.reduce_once or unit.all_reduce_once or unit.gather_once or unit.two_levels:
+        yield f"unit {unit.name!r} is on the host, and its collectives are not those of every micro-batch in one step"
+    from osdp.cost.offload import may_step_on_host
+    from osdp.cost.training import OPTIMIZERS, PRECISIONS, Training  # here, as they import osdp.planfile
+
+    known = plan.precision in PRECISIONS and plan.optimizer in OPTIMIZERS
+    if known and not may_step_on_host(Training.of(plan.precision, plan.optimizer)):
+        yield f"unit {unit.name!r} is on the host, where {plan.optimizer} in {plan.precision} does not step"
+    if not plan.cluster.can_offload:
+        yield f"unit {unit.name!r} is on the host, but nothing is known of the host of {plan.cluster.word}"
 
 
 def check_alone(plan: Plan) -> None:
@@ -124,7 +206,8 @@ def check_alone(plan: Plan) -> None:
     if plan.layout.is_larger:
         raise UsageError(
             f"the plan is for the data-parallel dimension of {plan.layout}, which only osdp.parallelize(model, plan,"
-            " mesh=...) applies, to a model that is divided so; plan without --tensor and --pipeline for this command"
+            " mesh=...) applies, to a model that is divided so; plan without --tensor, --pipeline and --expert for this"
+            " command"
         )
 
 

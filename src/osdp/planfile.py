@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -20,7 +20,7 @@ from osdp.files import convert, plain, read_json, write_json
 from osdp.recompute import Recompute
 from osdp.sharding import ShardingMode
 
-PLAN_VERSION = 5
+PLAN_VERSION = 7
 MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
 MOST_TOKENS = 1 << 24  # of a sample
 MOST_SPLITS = 16
@@ -29,6 +29,7 @@ Samples = Annotated[int, Meta(ge=1, le=1 << 32)]  # a tiny model on a large devi
 Whole = Annotated[int, Meta(ge=0, le=1 << 60)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Granularity = Literal["whole", "parts", "operators"]
+Depth = Literal[1, 2]  # of prefetch
 NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 
 
@@ -60,9 +61,15 @@ class PlanUnit:
     not. Of `splits` slices, `sharded_splits` are held in `mode` and the others replicated. `block` is the block it
     belongs to, `recompute` how that block's activations are recomputed. With `reduce_once`, gradients of several
     micro-batches are reduced together after the last one; with `all_reduce_once`, each micro-batch reduce-scatters
-    within the node, and only the last one all-reduces across nodes. With `two_levels`, what is exchanged over all ranks
-    goes across nodes and through each node in two steps. `granularity` is how the block is gathered, the same for all
-    of its units; see [Note: Granularity] in osdp.cost.units. Outside blocks it is "operators".
+    within the node, and only the last one all-reduces across nodes. With `gather_once`, a unit that is kept is
+    gathered by the first micro-batch and freed by the last. With `two_levels`, what is exchanged over all ranks goes
+    across nodes and through each node in two steps. `granularity` is how the block is gathered, the same for all
+    of its units; see [Note: Granularity] in osdp.cost.units. Outside blocks it is "operators". `prefetch` is how many
+    gathers each of the block's units issues ahead, the same for all of them; see [Note: Depth] in
+    osdp.cost.gather_order. With `offload`, its parameters, gradients and optimizer states are on the host; see [Note:
+    Offload] in osdp.cost.offload. A unit that is `reduced_with` another one leaves its gradients to that one's
+    all-reduce; see osdp.cost.buckets. A unit of `experts` has those of one rank of the layout's dimension of experts,
+    and is held by the ranks that have the same ones; see [Note: Expert layout] in osdp.cost.outer.
     """
 
     name: str
@@ -76,7 +83,12 @@ class PlanUnit:
     two_levels: bool
     parameters: Whole
     all_reduce_once: bool = False
+    gather_once: bool = False
     granularity: Granularity = "whole"
+    prefetch: Depth = 1
+    offload: bool = False
+    reduced_with: str | None = None
+    experts: bool = False
 
     @property
     def sharding(self) -> ShardingMode:
@@ -106,10 +118,12 @@ Degree = Annotated[int, Meta(ge=1, le=4096)]
 class OuterLayout:
     """The dimensions of the ranks beside the data-parallel one that a plan is for.
 
-    `tensor` ranks share every operator, `pipeline` stages share the blocks, of which the plan is for `stage`. The
-    plan's cluster has the ranks of the data-parallel dimension, `whole` is the word of all; its micro-batches are
-    those of the pipeline. `tensor_seconds` of the step are the tensor dimension's collectives and the
-    messages between stages, `bubble_seconds` the pipeline's wait for its first and last micro-batches.
+    `tensor` ranks share every operator, `pipeline` stages share the blocks, of which the plan is for `stage`; with
+    `interleave` above 1 each has so many chunks of them, which take turns. Over `expert` ranks each has some of the
+    experts. The plan's cluster has the ranks of the data-parallel dimension, those of experts among them, `whole` is
+    the word of all; its micro-batches are those of the pipeline. `tensor_seconds` of the step are the tensor
+    dimension's collectives, the all-to-alls of experts and the messages between stages, `bubble_seconds` the pipeline's
+    wait for its first and last micro-batches.
     """
 
     tensor: Degree = 1
@@ -118,13 +132,17 @@ class OuterLayout:
     whole: str = ""
     tensor_seconds: NotNegative = 0.0
     bubble_seconds: NotNegative = 0.0
+    interleave: Degree = 1
+    expert: Degree = 1
 
     @property
     def is_larger(self) -> bool:
-        return self.tensor * self.pipeline > 1
+        return self.tensor * self.pipeline * self.expert > 1
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} × pipeline {self.pipeline}"
+        chunks = f" in {self.interleave} chunks" if self.interleave > 1 else ""
+        experts = f", experts over {self.expert}" if self.expert > 1 else ""
+        return f"tensor {self.tensor} × pipeline {self.pipeline}{chunks}{experts}"
 
 
 NO_LAYOUT = OuterLayout()
@@ -134,7 +152,8 @@ NO_LAYOUT = OuterLayout()
 class Predicted:
     """What a step is expected to take, on every device alike.
 
-    `step_seconds` is what the search minimises, what its proof speaks of and what the rate follows.
+    `step_seconds` is what the search minimises, what its proof speaks of and what the rate follows. What units on the
+    host take there is `host_peak_bytes`, of all ranks of a node; 0 where there are none.
     """
 
     step_seconds: NotNegative
@@ -146,6 +165,8 @@ class Predicted:
     peak_at: str
     memory_parts: Mapping[str, Whole]
     time_parts: Mapping[str, Finite]
+    host_peak_bytes: Whole = 0
+    host_limit_bytes: Whole = 0
 
 
 @dataclass(frozen=True)
@@ -207,9 +228,28 @@ class Plan:
     layout: OuterLayout = NO_LAYOUT
 
     @property
+    def buckets(self) -> dict[str, tuple[str, ...]]:
+        """Units that carry others' reductions, by name, each with all that it reduces, its own gradients last."""
+        found: dict[str, tuple[str, ...]] = {}
+        for unit in self.units:
+            if unit.reduced_with is not None:
+                found[unit.reduced_with] = (unit.name, *found.get(unit.reduced_with, (unit.reduced_with,)))
+        return found
+
+    @property
+    def all_reduces(self) -> str:
+        """How many all-reduces carry several units' gradients, in words."""
+        return f"{len(self.buckets)} all-reduce{'s' if len(self.buckets) != 1 else ''}"
+
+    @property
     def blocks(self) -> list[str]:
         """The blocks that some unit is in."""
         return sorted({unit.block for unit in self.units if unit.block})
+
+    @property
+    def has_inputs_on_host(self) -> bool:
+        """Whether some block's input is on the host; see [Note: Inputs] in osdp.cost.offload."""
+        return any(unit.recompute is Recompute.ON_HOST for unit in self.units)
 
     @property
     def global_batch(self) -> int:
@@ -264,7 +304,8 @@ class Plan:
             cluster = Cluster.from_dict({key: value for key, value in given.items() if key != "word"})
         except UsageError as error:
             raise UsageError(f"in the plan's cluster, {error}") from None
-        plan = convert(Plan, {**document, "cluster": cluster}, name="plan", remedy="plan again")
+        table = {**document, "cluster": cluster}
+        plan = convert(Plan, table, name="plan", remedy="plan again", is_complete=True)
         check_plan(plan)
         return plan
 
@@ -297,34 +338,3 @@ def unpriced_plan(
         baselines=(),
         units=tuple(units),
     )
-
-
-class Entered(Protocol):
-    """What forward enters: a unit of a plan, or one that may become one."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def modules(self) -> tuple[str, ...]: ...
-
-
-E = TypeVar("E", bound=Entered)
-
-
-def backward_order(units: Sequence[E]) -> list[E]:
-    """Units in the order in which backward reaches them: the reverse of that in which forward leaves them.
-
-    `units` are in the order in which forward enters them. A module is left after all that is below it, a unit of
-    several modules with the last of them.
-    """
-
-    def left(index: int) -> tuple[int, int]:
-        unit = units[index]
-        if len(unit.modules) > 1:
-            return len(units), -1
-        name = unit.name
-        below = [i for i, other in enumerate(units) if not name or (other.name + ".").startswith(name + ".")]
-        return (len(units) + 1 if not name else max(below)), -len(name.split("."))
-
-    return [units[index] for index in sorted(range(len(units)), key=left, reverse=True)]

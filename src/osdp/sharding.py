@@ -68,4 +68,11 @@ class ShardingMode(StrEnum):
         return {Scope.RANK: 1, Scope.NODE: devices_per_node, Scope.WORLD: world_size}[self.sharded_over]
 
 
+def stand_ins(mode: ShardingMode) -> tuple[ShardingMode, ...]:
+    """A mode, and those nearest to it where fewer ranks hold a unit and the mode does not exist: the nearest first."""
+    if not mode.is_sharded:
+        return (mode,)
+    return tuple(dict.fromkeys((mode, KEEP if mode.is_kept else FREE, REPLICATE)))
+
+
 REPLICATE, KEEP, FREE, FREE_TO_NODE, KEEP_IN_NODE, FREE_IN_NODE = MODES = tuple(ShardingMode)

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
@@ -18,6 +17,7 @@ from osdp.errors import DoesNotFit, OsdpError, UsageError
 from osdp.files import convert, read_toml
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.report.page import WORTH_IT, way_name
 
 SEARCH_SECONDS = 5.0  # of each plan: many are made

@@ -24,6 +24,11 @@ def default_timeout() -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
+def default_store() -> dist.Store:
+    """What the ranks of the process group met at."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def fake_store() -> Any:
     """The store of a fake process group; imported when it is needed, as torch's test modules take a second to load."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -37,6 +42,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "default_store",
     "default_timeout",
     "fake_store",
     "tree_leaves",

@@ -22,10 +22,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": (
         *("lazy_init", "unshard", "reshard", "pre_forward", "pre_backward", "post_backward", "wait_for_unshard"),
-        *("_prefetch_unshard", "_register_post_backward_hook", "_reset_iter_state"),
+        *("_prefetch_unshard", "_register_post_backward_hook", "_reset_iter_state", "_to_unsharded"),
     ),
     f"{_FSDP}._fsdp_state.FSDPState": ("_root_post_backward_final_callback",),
-    "torch.distributed.device_mesh.DeviceMesh": ("_unflatten",),
+    "torch.distributed.distributed_c10d": ("_get_default_store", "_get_default_group"),
+    "torch.distributed.device_mesh.DeviceMesh": ("_flatten", "_unflatten"),
+    "torch.distributed.tensor.debug": ("_clear_sharding_prop_cache",),
     "torch.nn.utils.clip_grad._get_total_norm": ("__wrapped__",),  # a wrapper: see osdp._torch.clip
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": ("__wrapped__",),
 }

@@ -76,7 +76,8 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _on_several(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors lie on several meshes, or on one and on none, and one of the meshes is a plan's."""
+    """Whether tensors lie on several meshes, or on one and on none, or on the host, and one mesh is a plan's."""
     meshes = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors]
     ours = any(mesh is not None and _ours.get(id(mesh)) is mesh for mesh in meshes)
-    return ours and len({id(mesh) for mesh in meshes}) > 1
+    away = any(m is not None and m.device_type != t.device.type for m, t in zip(meshes, tensors, strict=True))
+    return ours and (away or len({id(mesh) for mesh in meshes}) > 1)

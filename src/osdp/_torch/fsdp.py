@@ -74,9 +74,12 @@ class PrefetchSkippingDone(list[FSDPState]):
         return any(group._training_state is TrainingState.POST_BACKWARD for group in state._fsdp_param_groups)
 
 
-def prefetch(module: FSDPModule, following: FSDPModule, *, backward: bool) -> None:
-    """Lets a unit gather the one that follows it in forward, or in backward."""
-    ahead = PrefetchSkippingDone([following._get_fsdp_state()])
+def prefetch(module: FSDPModule, following: Sequence[FSDPModule], *, backward: bool) -> None:
+    """Lets a unit gather those that follow it in forward, or in backward.
+
+    FSDP2's public `set_modules_to_forward_prefetch` makes a list of its own, which skips nothing.
+    """
+    ahead = PrefetchSkippingDone([each._get_fsdp_state() for each in following])
     if backward:
         module._get_fsdp_state()._states_to_backward_prefetch = ahead
     else:
@@ -84,27 +87,39 @@ def prefetch(module: FSDPModule, following: FSDPModule, *, backward: bool) -> No
 
 
 def prefetch_early(module: FSDPModule) -> None:
-    """Has a unit issue the next one's gather in forward before it waits for its own: they are under way together."""
+    """Has a unit issue the next gathers in forward before it waits for its own: they are under way together."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         assert isinstance(group, ReduceAfterLastCall)
         group.ahead = module._get_fsdp_state()._states_to_forward_prefetch
 
 
+def on_host(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """The sharded parameters that FSDP2 holds on the host."""
+    groups = (group for module in modules if isinstance(module, FSDPModule) for group in param_groups(module))
+    return {param.sharded_param for group in groups for param in group.fsdp_params if param.offload_to_cpu}
+
+
 _waiting: list[Callable[[], None]] = []  # for the end of a reduction that no backward makes
+
+
+def is_in_backward() -> bool:
+    """Whether this runs in a backward, as the second forward of a recomputed block does."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Calls it when this backward ends, or the reduction that a pipeline's schedule makes after its last backward."""
-    if torch._C._current_graph_task_id() == -1:
-        _waiting.append(callback)
-    else:
+    if is_in_backward():
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    else:
+        _waiting.append(callback)
 
 
-def reduce_in_pipeline(model: FSDPModule) -> None:
+def reduce_in_pipeline(model: FSDPModule, gathered_once: Sequence[FSDPModule]) -> None:
     """Lets a schedule of torch's pipelining reduce a stage: it calls FSDP2's hooks itself, after all micro-batches.
 
-    It also asks that every unit stays gathered after a backward; that is the plan's to say, as it takes memory.
+    It also asks that every unit stays gathered after a backward; that is the plan's to say, as it takes memory. So only
+    those do that are `gathered_once`.
     """
     state = model._get_fsdp_state()
     stock = state._root_post_backward_final_callback
@@ -115,7 +130,12 @@ def reduce_in_pipeline(model: FSDPModule) -> None:
             _waiting.pop(0)()
 
     state._root_post_backward_final_callback = final
-    model.__dict__["set_reshard_after_backward"] = lambda *given, **named: None
+
+    def reshard_after_backward(reshard: bool, *, recurse: bool = True) -> None:
+        for each in gathered_once:
+            FSDPModule.set_reshard_after_backward(each, reshard, recurse=False)
+
+    model.__dict__["set_reshard_after_backward"] = reshard_after_backward
 
 
 def backward_broke(model: FSDPModule) -> bool:
@@ -149,6 +169,13 @@ def reduce_unreduced(groups: Sequence[FSDPParamGroup]) -> None:
         group._training_state = TrainingState.IDLE
         group.finalize_backward()
         _free_reduced(group)
+
+
+def _keep_only_own_bytes(param: FSDPParam) -> None:
+    """A gradient can be a view of a larger one, as a class token's is at batch 1: kept, it would hold both."""
+    gradient = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
+    if gradient is not None and gradient.untyped_storage().nbytes() > gradient.nbytes:
+        param._unsharded_param.grad = gradient.clone()
 
 
 def _free_reduced(group: FSDPParamGroup) -> None:
@@ -244,7 +271,11 @@ class ReduceAfterLastCall(FSDPParamGroup):
                     FSDPParamGroup._prefetch_unshard(group, "forward")
         self._is_early = False
         with _outside_inference():
-            super().wait_for_unshard()
+            if self._all_gather_result is not None and all(map(_is_ready_in_place, self.fsdp_params)):
+                self._all_gather_result = None  # stock FSDP2 would copy every parameter to itself
+                self._to_unsharded()
+            else:
+                super().wait_for_unshard()
 
     def _register_post_backward_hook(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -276,6 +307,8 @@ class ReduceAfterLastCall(FSDPParamGroup):
             if self.finish_reductions is not None:
                 self.finish_reductions()
             _free_reduced(self)
+            for param in self.fsdp_params:
+                _keep_only_own_bytes(param)
         if self.keeps_partial and self.is_reduced_in_part:
             self._reduce_in_part()
         else:
@@ -392,9 +425,19 @@ class _InPlaceParam(WatchedParam):
     def _holds(self, data: Tensor) -> bool:
         return bool(self.all_gather_outputs) and self.all_gather_outputs[0] is data
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether what it computes with is there, and made already."""
+        own = hasattr(self, "_unsharded_param") and not hasattr(self._sharded_local_tensor, "fsdp_post_all_gather")
+        return own and self._in_place and self._holds(self._sharded_param_data)
+
     def free_unsharded_param(self) -> None:
         if not (self._in_place and self._holds(self._sharded_param_data)):
             super().free_unsharded_param()
+
+
+def _is_ready_in_place(param: FSDPParam) -> bool:
+    return isinstance(param, _InPlaceParam) and param.is_ready
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.output import print_json
@@ -40,6 +41,7 @@ examples:
   osdp plan llama3-8b --cluster 2x8xA100-40GB --seq-len 4096 -o plan.json
   osdp plan llama3-8b --cluster 4x8xA100-80GB --network 200Gbit
   osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --global-batch 256
+  osdp plan llama3-70b --cluster 8xA100-40GB --host-memory 2TiB
   osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
   osdp plan my_package.models:build --cluster 4xL4 --modes replicate,free
   osdp plan llama3-70b --cluster 8x8xH100-80GB --global-batch 512 --tensor 4
@@ -74,6 +76,19 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         type=checked(parse_bytes),
         help="memory of each device, such as 16GiB; a reserve is taken off (default: the device's own)",
     )
+    group.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        type=checked(parse_bytes),
+        help="memory of each node's host, such as 1TiB, for what is held there (default: a usual machine's)",
+    )
+    group.add_argument(
+        "--offload",
+        choices=(AUTO, "none"),
+        default=AUTO,
+        help="auto: hold units and inputs of recomputed blocks on the host where nothing fits otherwise; none: never "
+        "(default: %(default)s)",
+    )
     add_network(group)
     group.add_argument(
         "--tensor", metavar="T", type=samples, default=1, help="ranks that share every operator (default: %(default)s)"
@@ -82,7 +97,20 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         "--pipeline", metavar="P", type=samples, default=1, help="stages that share the blocks (default: %(default)s)"
     )
     group.add_argument("--stage", metavar="S", type=int, help="plan this stage, from 0 (default: the slowest)")
-    group.add_argument("--expert", metavar="E", type=samples, default=1, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--interleave",
+        metavar="V",
+        type=samples,
+        default=1,
+        help="chunks of blocks of each stage, which take turns; planned, not run (default: %(default)s)",
+    )
+    group.add_argument(
+        "--expert",
+        metavar="E",
+        type=samples,
+        default=1,
+        help="ranks that share the experts, each with samples of its own (default: %(default)s)",
+    )
     group.add_argument(
         "--layout", choices=("auto",), help="try all degrees of --tensor and --pipeline, and take the fastest"
     )
@@ -219,13 +247,10 @@ def run(arguments: argparse.Namespace) -> None:
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
             "--batch fixes one device's micro-batch, --global-batch the whole step's samples: give one of them"
         )
-    if arguments.expert > 1:
-        raise UsageError(
-            f"--expert {arguments.expert}: experts over a mesh dimension of their own are not planned; leave it out,"
-            " and they are held as other operators are"
-        )
     if arguments.network is not None:
         arguments.cluster = arguments.cluster.with_network(arguments.network)
+    if arguments.host_memory is not None:
+        arguments.cluster = replace(arguments.cluster, host_memory_bytes=arguments.host_memory)
     from osdp.model.source import load_model
 
     source = load_model(arguments.model, seq_len=arguments.seq_len)
@@ -249,7 +274,8 @@ def pins_of(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, str]) -> Plan:
     with shown_progress(arguments.quiet) as progress:
-        from osdp.api import Progress, plan
+        from osdp.api import plan
+        from osdp.planning import Progress
 
         if progress is not None:
             progress(Progress("build", 0, 0, 1, 0.0))
@@ -275,9 +301,12 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             seq_len=source.seq_len,
             progress=progress,
             verify=arguments.verify,
+            offload=arguments.offload,
             tensor=arguments.tensor,
             pipeline=arguments.pipeline,
             stage=arguments.stage,
+            interleave=arguments.interleave,
+            expert=arguments.expert,
             layout=arguments.layout,
             on_layout=arguments.tried.append,
         )

@@ -21,8 +21,11 @@ def add_planned(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="the model, if the name in the plan does not lead to it")
 
 
-def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGraph]:
-    """The plan's model, traced again: from `model`, or from the name in the plan."""
+def planned_model(plan: Plan, model: str | None, *, eager: bool = False) -> tuple[ModelSource, ModelGraph]:
+    """The plan's model, traced again: from `model`, or from the name in the plan.
+
+    With `eager` it is traced as if the plan compiled nothing.
+    """
     from osdp.model.source import load_model
 
     check_alone(plan)
@@ -37,7 +40,13 @@ def planned_model(plan: Plan, model: str | None) -> tuple[ModelSource, ModelGrap
 
         build = source.build
         source = replace(source, build=lambda: chunk_loss(build(), plan.loss_chunks))
-    graph = source.capture(PRECISIONS[plan.precision].compute_dtype, device=plan.cluster.device, name=plan.model.name)
+    graph = source.capture(
+        PRECISIONS[plan.precision].compute_dtype,
+        device=plan.cluster.device,
+        name=plan.model.name,
+        compiled=plan.compiled and not eager,
+        on_host=plan.has_inputs_on_host,
+    )
     if graph.num_parameters != plan.model.parameters:
         raise UsageError(
             f"{name!r} has {graph.num_parameters:,} parameters, the plan is for {plan.model.parameters:,}; "

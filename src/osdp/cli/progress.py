@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from osdp.api import Progress
+    from osdp.planning import Progress
 
 SECONDS_BETWEEN_LINES = 5.0
 STAGES = {

@@ -68,7 +68,7 @@ def _verify(plan: Plan, model: str | None, *, quiet: bool) -> Verification:
             print(sentence, file=sys.stderr, flush=True)
 
     say("tracing the model")
-    source, graph = planned_model(plan, model)
+    source, graph = planned_model(plan, model, eager=True)
     from osdp.verify import verify
 
     say(f"running a step as rank 0 of {plan.cluster.world_size}")

@@ -26,10 +26,11 @@ from osdp.cluster.reserve import memory_for, reserve_of
 from osdp.cluster.schema import MOST_DEVICES, Count, HostSeconds, MemoryBytes, Part, Reserve
 from osdp.cluster.sizes import parse_bytes
 from osdp.cluster.slowest import expected_largest
-from osdp.engine import ASYNC_GLOO, ENGINES, Engine, EngineName, engine_for
+from osdp.engine import ASYNC_GLOO, ENGINES, STOCK, Engine, EngineName, engine_for
 from osdp.errors import UsageError
 from osdp.files import check_fields, read_toml
 
+HOST_RESERVE = 0.1  # of the host's memory: an estimate
 _WORD = re.compile(r"\s*(?:(?:(\d{1,9})\s*[xX]\s*)?(\d{1,9})\s*[xX]\s*)?(\S.*?)\s*", re.ASCII)
 
 
@@ -44,7 +45,8 @@ class Cluster:
     `collective_overhead_seconds` for one gather or reduction of a unit, `tensor_seconds` for every parameter in it and
     `copy_byte_seconds`, on top of the memory's rate, for every byte that is copied beside it.
     A profile measures these, and times `stages` and `optimizers`. `engine_name` says which engine runs plans: where it
-    is not given, the one that the runtime takes on such devices.
+    is not given, the one that the runtime takes on such devices. `host_memory_bytes` is the memory of one node's host,
+    if not what the catalogue takes a usual machine to have.
     """
 
     nodes: Count
@@ -64,6 +66,7 @@ class Cluster:
     optimizers: tuple[TimedOptimizer, ...] = ()
     name: str = ""
     engine_name: EngineName | None = None
+    host_memory_bytes: MemoryBytes | None = None
 
     def __post_init__(self) -> None:
         if self.engine_name is None:
@@ -193,6 +196,30 @@ class Cluster:
         if self.world_size == 1:
             return 0
         return 3 if self.nodes > 1 and self.devices_per_node > 1 else 1
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether units may be held on the host: stock FSDP2 moves them, and the host is known."""
+        return self.device.knows_host and self.engine == STOCK
+
+    @property
+    def host_total_bytes(self) -> int:
+        """The memory of one node's host."""
+        usual = self.device.host_memory_bytes * self.devices_per_node
+        return usual if self.host_memory_bytes is None else self.host_memory_bytes
+
+    @property
+    def host_limit_bytes(self) -> int:
+        """What units on the host may take of one node's memory: the system, the data and each process need some."""
+        return self.host_total_bytes - int(self.host_total_bytes * HOST_RESERVE)
+
+    def host_seconds(self, total_bytes: float) -> float:
+        """Seconds in which a rank's share of the host's memory reads or writes so many bytes."""
+        return total_bytes / self.device.host_memory_bytes_per_second
+
+    def host_copy_seconds(self, total_bytes: float) -> float:
+        """Seconds in which a device sends so many bytes to the host, or gets them from there."""
+        return total_bytes / self.device.host_bytes_per_second
 
     def with_limit(self, limit_bytes: int) -> Cluster:
         """The same cluster with the least memory that has this limit."""

@@ -8,6 +8,7 @@ A cluster file, with everything but the first lines optional:
     device = "A100-80GB"        # a catalogue name, or a [device] table below
     memory = "40GiB"            # of each device, if not the device's own
     reserve_fraction = 0.06     # of that memory, not planned with; without it, what the device's figures say
+    host_memory_bytes = 1099511627776   # of one node's host, if not what the catalogue takes a usual machine to have
     engine = "async-gloo"       # what runs plans: fsdp2 (stock), async-gloo; without it, what the runtime takes there
     overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
     unit_overhead_seconds = 0.0         # the host's time for a unit's forward, and for its backward
@@ -93,6 +94,7 @@ class ClusterTable(msgspec.Struct, kw_only=True):
     tensor_seconds: HostSeconds = 0.0
     copy_byte_seconds: HostSeconds = 0.0
     engine: EngineName | None = None
+    host_memory_bytes: MemoryBytes | None = None
     node_link: Link | None = None
     network: Link | None = None
     collective: tuple[Measured, ...] = ()

@@ -13,7 +13,17 @@ import msgspec
 from msgspec import Meta
 
 from osdp.cluster.link import Link, require_word
-from osdp.cluster.schema import Efficiency, HostSeconds, MemoryBytes, Part, PerSecond, Reserve, ReservedBytes, Traffic
+from osdp.cluster.schema import (
+    Efficiency,
+    HostRate,
+    HostSeconds,
+    MemoryBytes,
+    Part,
+    PerSecond,
+    Reserve,
+    ReservedBytes,
+    Traffic,
+)
 from osdp.errors import UsageError
 from osdp.files import check_fields, convert, plain
 
@@ -24,7 +34,7 @@ MEASURED, CALIBRATED, DATA_SHEET = "measured", "calibrated", "data sheet"
 BASES = (MEASURED, CALIBRATED, DATA_SHEET)
 """Where a device's speeds come from: a profile of it, published runs on it, or data sheets and estimates alone."""
 
-_NOT_OF_A_DEVICE = ("reason", "link_efficiency", "aliases")
+_NOT_OF_A_DEVICE = ("reason", "link_efficiency", "aliases", "host_link")
 _MAKERS = re.compile(r"\b(nvidia|amd|intel|instinct|geforce|tesla)\b", re.IGNORECASE)
 
 
@@ -42,6 +52,10 @@ class Device:
     communicator, `workspace_bytes` and the part `reserve_fraction` of the rest, which the allocator's fragments take,
     are not planned with. Without `flash_attention`, as before NVIDIA's Ampere, torch's attention is memory-efficient in
     fp16 and fp32, and not fused in bf16.
+
+    What units on the host depend on: `host_bytes_per_second`, of this device's link to it in one direction, and of the
+    host, for each of a usual machine's devices, `host_memory_bytes` and `host_memory_bytes_per_second`. Where they are
+    0, nothing is known of the host, and no unit is held there.
     """
 
     name: Annotated[str, Meta(min_length=1)]
@@ -63,6 +77,9 @@ class Device:
     communicator_bytes: ReservedBytes = 0
     workspace_bytes: ReservedBytes = 0
     flash_attention: bool = True
+    host_bytes_per_second: HostRate = 0.0
+    host_memory_bytes: ReservedBytes = 0
+    host_memory_bytes_per_second: HostRate = 0.0
     basis: str = DATA_SHEET
     note: str = ""
     source: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -97,6 +114,12 @@ class Device:
     def memory_seconds(self, total_bytes: float) -> float:
         """Time of a kernel bound by reading and writing `total_bytes`: elementwise, norms, the optimizer."""
         return total_bytes / (self.memory_bytes_per_second * self.memory_efficiency)
+
+    @property
+    def knows_host(self) -> bool:
+        """Whether what the host has, and how it is reached, is stated; ranks on CPUs have no other memory."""
+        figures = self.host_bytes_per_second, self.host_memory_bytes, self.host_memory_bytes_per_second
+        return all(figures) and not self.is_cpu
 
     def accelerates(self, dtype: str) -> bool:
         """Whether `dtype` has units of its own, so that choosing it over fp32 saves compute time."""
@@ -175,4 +198,7 @@ def _read_entry(entry: dict[str, Any], links: dict[str, Any], defaults: dict[str
     own = {key: value for key, value in {**defaults, **entry}.items() if key not in _NOT_OF_A_DEVICE}
     source = entry["source"] | {place: links[entry[place]]["source"] for place in places}
     table = {**own, **{place: link(place) for place in places}, "source": source}
+    if "host_link" in entry:
+        table["host_bytes_per_second"] = link("host_link")["bytes_per_second"]
+        source["host_link"] = links[entry["host_link"]]["source"]
     return convert(Device, table, name=f"device {entry['name']}", remedy="correct devices.toml")

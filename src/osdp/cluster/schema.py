@@ -16,6 +16,7 @@ MOST_MEMORY_BYTES = 1 << 60
 Count = Annotated[int, Meta(ge=1, le=MOST_DEVICES)]
 MemoryBytes = Annotated[int, Meta(ge=1, le=MOST_MEMORY_BYTES)]
 PerSecond = Annotated[float, Meta(ge=1, le=1e18)]
+HostRate = Annotated[float, Meta(ge=0, le=1e18)]
 Efficiency = Annotated[float, Meta(ge=1e-3, le=1)]
 Part = Annotated[float, Meta(ge=0, le=1)]
 Traffic = Annotated[float, Meta(ge=0, le=1e6)]

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.layout import Layout, Shape, Shapes
+from osdp.cost.buckets import BUCKET_BYTES, can_join, carried, joined, with_carried
+from osdp.cost.layout import Layout, Variant, Variants
+from osdp.cost.offload import host_bytes, input_host_bytes
 from osdp.cost.option_seconds import Kernels, option_lines, slice_lines
 from osdp.cost.schedule import CollectiveRecord, Do, Event, Piece, full_schedule, pieces_of, schedule
 from osdp.cost.stage_passes import StagePasses
@@ -26,16 +28,8 @@ from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph, Stage
 from osdp.planfile import Plan, PlanUnit
 from osdp.recompute import Recompute
-from osdp.search.problem import (
-    Problem,
-    Rows,
-    ShapeTable,
-    StageChoice,
-    StageTable,
-    UnitOption,
-    evaluate,
-    forward_seconds,
-)
+from osdp.search.evaluate import evaluate, forward_seconds
+from osdp.search.problem import Problem, Rows, StageChoice, StageTable, UnitOption, VariantTable
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 OPTIMIZER = "optimizer"
@@ -70,7 +64,7 @@ class StepGraph:
         micro = self.training.accumulation
         compute = copies = wires = optimizer = 0.0
         for node in self.nodes:
-            times = 1 if node.once else micro
+            times = 1 if node.once or node.first else micro
             if node.kind == OPTIMIZER:
                 optimizer += node.seconds
             elif node.kind == COMPUTE:
@@ -98,24 +92,25 @@ class StepGraph:
     def decided(self) -> tuple[Problem, tuple[StageChoice, ...]]:
         """The step as a problem with nothing left to choose: its time is that of the search."""
         stages, at = [], 0
-        passes = StagePasses(self.layout, full_schedule(self.layout, self.cluster.engine), self.cluster.engine)
-        for index, shaped in enumerate(self.layout.shaped):
-            training = self.training.of_stage(is_block=shaped.stage.is_block)
-            timed = [compute_time(shaped.trace, self.cluster, training, backward=b) for b in (False, True)]
-            units = tuple((self._decided_unit(at + n, timed),) for n in range(len(shaped.units)))
-            at += len(shaped.units)
+        engine = self.cluster.engine
+        passes = StagePasses(self.layout, full_schedule(self.layout, engine), engine, carried(self.options))
+        for index, staged in enumerate(self.layout.staged):
+            training = self.training.of_stage(is_block=staged.stage.is_block)
+            timed = [compute_time(staged.trace, self.cluster, training, backward=b) for b in (False, True)]
+            units = tuple((self._decided_unit(at + n, timed),) for n in range(len(staged.units)))
+            at += len(staged.units)
             forward, backward = (
                 passes.of(index, backward=bool(b)).timed(
                     lambda first, stop, time=time: time.between(first, stop, self.batch, self.batch)
                 )
                 for b, time in enumerate(timed)
             )
-            shape = ShapeTable(None, units, _NO_ROWS, _NO_ROWS, 0, 0, forward, backward)
-            stages.append(StageTable((shape,), index))
+            variant = VariantTable(None, units, _NO_ROWS, _NO_ROWS, 0, 0, forward, backward)
+            stages.append(StageTable((variant,), index))
         problem = Problem(tuple(stages), 0, 0, self.cluster.overlap, self.training.accumulation)
         options = iter(self.options)
         choice = [
-            StageChoice(0, tuple((0, next(options).sharded) for _ in shaped.units)) for shaped in self.layout.shaped
+            StageChoice(0, tuple((0, next(options).sharded) for _ in staged.units)) for staged in self.layout.staged
         ]
         return problem, tuple(choice)
 
@@ -130,8 +125,8 @@ class StepGraph:
     def collectives(self, micro_batches: int | None = None) -> list[PlannedCollective]:
         """All collectives of a step in the order in which they are issued, micro-batch by micro-batch.
 
-        What is done once comes in the last one. Groups that have several names take the first of world, node and
-        across; a group of one rank sends nothing.
+        What is done once comes in the first one or in the last. Groups that have several names take the first of world,
+        node and across; a group of one rank sends nothing.
         """
         count = self.training.accumulation if micro_batches is None else micro_batches
         names = {group: self._group(group) for group in ("world", "node", "across")}
@@ -140,7 +135,9 @@ class StepGraph:
             PlannedCollective(node.kind, name, node.nbytes, node.name)
             for micro_batch in range(count)
             for node in wires
-            if (name := names[node.group or ""]) and (micro_batch == count - 1 or not node.once)
+            if (name := names[node.group or ""])
+            and (micro_batch == count - 1 or not node.once)
+            and (micro_batch == 0 or not node.first)
         ]
 
     def _group(self, group: str) -> str | None:
@@ -148,6 +145,13 @@ class StepGraph:
         if ranks == 1:
             return None
         return "world" if ranks == self.cluster.world_size else group
+
+    def host_bytes(self) -> int:
+        """What units and inputs of blocks on the host take there, of all ranks of a node."""
+        units = zip(self.layout.units, self.options, self.layout.places, strict=True)
+        held = sum(host_bytes(*each, self.training, self.cluster) for each in units)
+        held += sum(input_host_bytes(staged.trace, self.batch) for staged in self.layout.staged)
+        return self.cluster.devices_per_node * held
 
     def timeline(self) -> Timeline:
         return build_timeline(self.layout, self.options, self.batch, self.training, self.cluster)
@@ -182,7 +186,10 @@ class PlannedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """One thing that runs, after the nodes that it `depends` on; with `once`, in the last micro-batch only."""
+    """One thing that runs, after the nodes that it `depends` on.
+
+    With `once` it runs in the last micro-batch only, with `first` in the first only.
+    """
 
     id: int
     kind: str
@@ -196,6 +203,7 @@ class Node:
     seconds: float
     depends: tuple[int, ...]
     once: bool = False
+    first: bool = False
     busy: float = 0.0  # what a collective takes from the computation beside it, beyond what all of them do
 
     @property
@@ -218,22 +226,22 @@ class _Builder:
         self.gathered: dict[tuple[int, int], list[tuple[Collective, tuple[int, ...]]]] = {}  # and not yet entered
         self.timed = {
             (index, backward): compute_time(
-                shaped.trace, cluster, training.of_stage(is_block=shaped.stage.is_block), backward=backward
+                staged.trace, cluster, training.of_stage(is_block=staged.stage.is_block), backward=backward
             )
-            for index, shaped in enumerate(layout.shaped)
+            for index, staged in enumerate(layout.staged)
             for backward in (False, True)
         }
 
-    def add(self, kind: str, name: str, visit: int, seconds: float, *, stream: str = COMPUTE, **more: Any) -> int:
+    def add(self, kind: str, name: str, stage_pass: int, seconds: float, *, stream: str = COMPUTE, **more: Any) -> int:
         depends = {self.last[stream]} if stream in self.last else set()
         depends |= set(more.pop("after", ()))
-        stages = len(self.layout.shaped)
+        stages = len(self.layout.staged)
         values: dict[str, Any] = {"group": None, "nbytes": 0, "flops": 0, **more}
-        if visit == 2 * stages:
+        if stage_pass == 2 * stages:
             phase, stage = OPTIMIZER, OPTIMIZER
         else:
-            phase = BACKWARD if visit >= stages else FORWARD
-            stage = self.layout.shaped[min(visit, 2 * stages - 1 - visit)].stage.name
+            phase = BACKWARD if stage_pass >= stages else FORWARD
+            stage = self.layout.staged[min(stage_pass, 2 * stages - 1 - stage_pass)].stage.name
         after = tuple(sorted(depends))
         node = Node(len(self.nodes), kind, name, phase, stage, stream, seconds=seconds, depends=after, **values)
         self.nodes.append(node)
@@ -244,21 +252,21 @@ class _Builder:
         if event.piece is None:
             self.compute(event)
         elif event.do is Do.REDUCE:
-            self.reduce(event.piece, event.visit)
-        elif event.do in (Do.ENTER, Do.ENTER_AGAIN):
+            self.reduce(event.piece, event.stage_pass)
+        elif event.do in (Do.ENTER, Do.ENTER_BACKWARD):
             for each, after in self.gathered.pop((event.piece.index, event.piece.slice), []):
-                self.copy(event.piece, event.visit, each, after)
+                self.copy(event.piece, event.stage_pass, each, after)
         else:
             for each in self.collectives(event.piece, event.do):
-                after = (self.collective(event.piece, event.visit, each, ()),) if each.kind != "copy" else ()
+                after = (self.collective(event.piece, event.stage_pass, each, ()),) if each.kind != "copy" else ()
                 self.gathered.setdefault((event.piece.index, event.piece.slice), []).append((each, after))
 
-    def reduce(self, piece: Piece, visit: int) -> None:
+    def reduce(self, piece: Piece, stage_pass: int) -> None:
         works = self.collectives(piece, Do.REDUCE)
-        copied = [self.copy(piece, visit, each, ()) for each in works if each.copy_seconds]
+        copied = [self.copy(piece, stage_pass, each, ()) for each in works if each.copy_seconds]
         for each in works:
             if each.kind != "copy":
-                self.collective(piece, visit, each, tuple(copied))
+                self.collective(piece, stage_pass, each, tuple(copied))
 
     def collectives(self, piece: Piece, do: Do) -> list[Collective]:
         """Seconds are those of the unit's largest slice, as the search has them; bytes are the piece's own."""
@@ -271,32 +279,39 @@ class _Builder:
         pairs = zip(getattr(own, do.value), getattr(priced, do.value), strict=True)
         return [most._replace(nbytes=each.nbytes, copied_bytes=each.copied_bytes) for each, most in pairs]
 
-    def collective(self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...]) -> int:
+    def collective(self, piece: Piece, stage_pass: int, work: Collective, after: tuple[int, ...]) -> int:
         issued = (self.last[COMPUTE],) if COMPUTE in self.last else ()
-        details = {"group": work.group, "nbytes": work.nbytes, "once": work.once, "busy": work.busy}
+        when = {"once": work.once, "first": work.first}
+        details = {"group": work.group, "nbytes": work.nbytes, "busy": work.busy, **when}
         name = self.layout.units[piece.index].name
-        return self.add(work.kind, name, visit, work.seconds, stream=COMMUNICATION, after=(*after, *issued), **details)
+        return self.add(
+            work.kind, name, stage_pass, work.seconds, stream=COMMUNICATION, after=(*after, *issued), **details
+        )
 
-    def copy(self, piece: Piece, visit: int, work: Collective, after: tuple[int, ...]) -> int:
-        details = {"nbytes": work.copied_bytes, "once": work.once, "after": after}
-        return self.add("copy", self.layout.units[piece.index].name, visit, work.copy_seconds, **details)
+    def copy(self, piece: Piece, stage_pass: int, work: Collective, after: tuple[int, ...]) -> int:
+        details = {"nbytes": work.copied_bytes, "once": work.once, "first": work.first, "after": after}
+        return self.add("copy", self.layout.units[piece.index].name, stage_pass, work.copy_seconds, **details)
 
     def compute(self, event: Event) -> None:
-        stages = len(self.layout.shaped)
-        backward = event.visit >= stages
-        index = 2 * stages - 1 - event.visit if backward else event.visit
-        work, shaped = self.timed[index, backward], self.layout.shaped[index]
-        segments = (shaped.trace.backward if backward else shaped.trace.forward)[slice(*event.segments)]
+        stages = len(self.layout.staged)
+        backward = event.stage_pass >= stages
+        index = 2 * stages - 1 - event.stage_pass if backward else event.stage_pass
+        work, staged = self.timed[index, backward], self.layout.staged[index]
+        segments = (staged.trace.backward if backward else staged.trace.forward)[slice(*event.segments)]
         flops = sum(int((segment.flops @ np.array([1, self.batch])).sum()) for segment in segments)
-        seconds = work.between(*event.segments, self.batch, self.batch)
-        self.add(COMPUTE, shaped.stage.name, event.visit, seconds, flops=flops)
+        copied = work.copies(*event.segments, self.batch)
+        if copied:
+            nbytes = staged.trace.on_host.at(self.batch)
+            self.add("copy", staged.stage.name, event.stage_pass, copied, nbytes=nbytes)
+        seconds = work.between(*event.segments, self.batch, self.batch) - copied
+        self.add(COMPUTE, staged.stage.name, event.stage_pass, seconds, flops=flops)
 
     def finish(self) -> None:
         stepped = sum(work.step_bytes for work in self.work)
         seconds = sum(work.step_seconds for work in self.work)
         ends = tuple(self.last.values())
-        name, visit = self.training.optimizer.name, 2 * len(self.layout.shaped)
-        self.add(OPTIMIZER, name, visit, seconds, nbytes=stepped, after=ends)
+        name, stage_pass = self.training.optimizer.name, 2 * len(self.layout.staged)
+        self.add(OPTIMIZER, name, stage_pass, seconds, nbytes=stepped, after=ends)
 
 
 def step_graph(
@@ -310,6 +325,22 @@ def step_graph(
     return StepGraph(layout, tuple(options), batch, training, cluster, tuple(builder.nodes))
 
 
+def fastest_joined(step: StepGraph, limit_bytes: int) -> StepGraph:
+    """The step with its reductions joined as is fastest of what fits; see [Note: Rule of joining]."""
+    if not can_join(step.training, step.cluster):
+        return step
+    best, tried = step, {step.options}
+    for nbytes in BUCKET_BYTES:
+        options = tuple(joined(step.layout, step.options, nbytes, step.training))
+        if options in tried:
+            continue
+        tried.add(options)
+        each = replace(step, options=options, nodes=())
+        if each.seconds < best.seconds and each.timeline().peak_bytes <= limit_bytes:
+            best = each
+    return best if best is step else step_graph(best.layout, best.options, best.batch, best.training, best.cluster)
+
+
 def training_of(plan: Plan) -> Training:
     """How a plan trains."""
     way = {"accumulation": plan.accumulation, "compiled": plan.compiled, "loss_chunks": plan.loss_chunks}
@@ -319,47 +350,48 @@ def training_of(plan: Plan) -> Training:
 def step_graph_of(plan: Plan, graph: ModelGraph) -> StepGraph:
     """The graph of a plan; the model graph must be of the model that was planned."""
     training = training_of(plan)
-    shapes = Shapes(graph)
+    variants = Variants(graph)
     planned = {unit.name: unit for unit in plan.units}
-    chosen: list[Shape] = []
+    chosen: list[Variant] = []
     for index, stage in enumerate(graph.stages):
-        shape = _planned_shape(plan, stage, shapes.of(index))
-        if shape is None or (stage.is_block and _names(shapes, index, shape) != _planned_names(plan, stage)):
+        variant = _planned_variant(plan, stage, variants.of(index))
+        if variant is None or (stage.is_block and _names(variants, index, variant) != _planned_names(plan, stage)):
             raise UsageError(
                 f"the plan's units of {stage.name} ({', '.join(sorted(_planned_names(plan, stage))) or 'none'}) "
                 "do not fit this model; plan again"
             )
-        chosen.append(shape)
-    layout = shapes.layout(chosen)
+        chosen.append(variant)
+    layout = variants.layout(chosen)
     options = []
     for unit in layout.units:
         if unit.name not in planned:
             raise UsageError(f"the plan has no unit for {unit.name}; it was made for another model, plan again")
         entry = planned[unit.name]
         options.append(_option(entry))
-    return step_graph(layout, options, plan.batch_size, training, plan.cluster)
+    return step_graph(layout, with_carried(layout, options), plan.batch_size, training, plan.cluster)
 
 
 def _option(unit: PlanUnit) -> Option:
-    late = {"reduce_once": unit.reduce_once, "all_reduce_once": unit.all_reduce_once}
-    return Option(unit.sharding, unit.splits, max(unit.sharded_splits, 1), two_levels=unit.two_levels, **late)
+    late = {"reduce_once": unit.reduce_once, "all_reduce_once": unit.all_reduce_once, "gather_once": unit.gather_once}
+    late |= {"two_levels": unit.two_levels, "offload": unit.offload}
+    return Option(unit.sharding, unit.splits, max(unit.sharded_splits, 1), reduced_with=unit.reduced_with, **late)
 
 
-def _planned_shape(plan: Plan, stage: Stage, shapes: Sequence[Shape]) -> Shape | None:
-    """The shape that a plan gives to a stage; outside blocks the one that goes with what blocks do."""
+def _planned_variant(plan: Plan, stage: Stage, variants: Sequence[Variant]) -> Variant | None:
+    """The variant that a plan gives to a stage; outside blocks the one that goes with what blocks do."""
     if not stage.is_block:
         how = Recompute.FULL if any(unit.recompute for unit in plan.units) else Recompute.NONE
-        return next((shape for shape in shapes if shape.recompute is how), shapes[0])
+        return next((variant for variant in variants if variant.recompute is how), variants[0])
     own = next((unit for unit in plan.units if unit.block == stage.name), None)
     if own is None:
         return None
-    shape = Shape(own.granularity, own.recompute)
-    return shape if shape in shapes else None
+    variant = Variant(own.granularity, own.recompute, own.prefetch)
+    return variant if variant in variants else None
 
 
 def _planned_names(plan: Plan, stage: Stage) -> set[str]:
     return {unit.name for unit in plan.units if unit.block == stage.name}
 
 
-def _names(shapes: Shapes, stage: int, shape: Shape) -> set[str]:
-    return {unit.name for unit in shapes.shaped(stage, shape).units}
+def _names(variants: Variants, stage: int, variant: Variant) -> set[str]:
+    return {unit.name for unit in variants.staged(stage, variant).units}

@@ -1,33 +1,37 @@
-"""Where things happen: the order of a step's visits, and the places at which each unit is used.
+"""Where things happen: the order of a step's passes, and the places at which each unit is used.
 
-[Note: Shape]
-A stage's shape is its granularity and how it is recomputed. It fixes the stage's trace and its units. The places
-of a stage's units depend on its own shape alone, except that the first gather and the last reduction of a stage reach
-into the neighbouring visits.
+[Note: Variant]
+A stage's variant is its granularity, how it is recomputed, and how deep it prefetches. It fixes the stage's trace, its
+units and which of them issues whose gather (see [Note: Depth] in osdp.cost.gather_order). The places
+of a stage's units depend on its own variant alone, except that the first gather and the last reduction of a stage reach
+into the neighbouring passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from osdp.cost.lifetimes import COPY, ISSUE, Places, Position
+from osdp.cost.gather_order import Place, backward_gathers, backward_order, forward_gathers
+from osdp.cost.positions import COPY, ISSUE, Places, Position
 from osdp.cost.units import OPERATORS, WHOLE, Unit, stage_units
 from osdp.model.graph import IntArray, ModelGraph, Segment, Stage, Trace
-from osdp.planfile import Granularity, backward_order
+from osdp.planfile import Depth, Granularity
 from osdp.recompute import Recompute
 
 NOWHERE = -1
 
 
 @dataclass(frozen=True)
-class Shape:
+class Variant:
     granularity: Granularity
     recompute: Recompute = Recompute.NONE
+    prefetch: Depth = 1
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class Footprint:
 
     enter: int
     leave: int
-    enter_again: int  # where backward, or the second forward, first needs it
+    enter_backward: int  # where backward, or the second forward, first needs it
     reached: int  # where backward itself reaches it
-    leave_again: int
+    leave_backward: int
     gradients: tuple[tuple[str, int], ...]
     calls: int  # in forward
 
@@ -50,7 +54,7 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
         found = [
             index
             for index, segment in enumerate(segments)
-            if segment.mark.kind == kind and segment.mark.again == again and segment.mark.name in names
+            if segment.mark.kind == kind and segment.mark.recomputed == again and segment.mark.name in names
         ]
         return NOWHERE if not found else found[-1 if last else 0]
 
@@ -66,25 +70,25 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
     return Footprint(
         enter=at(trace.forward, "enter", again=False, last=False),
         leave=leave,
-        enter_again=min((place for place in (reached, again) if place != NOWHERE), default=NOWHERE),
+        enter_backward=min((place for place in (reached, again) if place != NOWHERE), default=NOWHERE),
         reached=reached,
-        leave_again=at(trace.backward, "leave", again=False, last=True),
+        leave_backward=at(trace.backward, "leave", again=False, last=True),
         gradients=tuple(gradients.items()),
         calls=sum(segment.mark.kind == "enter" and segment.mark.name == unit.name for segment in trace.forward),
     )
 
 
 @dataclass(frozen=True)
-class ShapedStage:
-    """A stage in one shape: its units with their footprints."""
+class StageVariant:
+    """A stage in one variant: its units with their footprints."""
 
     stage: Stage
-    shape: Shape
+    variant: Variant
     units: tuple[Unit, ...]
 
     @cached_property
     def trace(self) -> Trace:
-        return self.stage.trace(self.shape.recompute)
+        return self.stage.trace(self.variant.recompute)
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
@@ -103,57 +107,48 @@ def levels(segments: Sequence[Segment], batch: int, *, workspaces: bool) -> IntA
 
 
 class Layout:
-    """A step in given shapes: visits 0 to n-1 are the stages forward, n to 2n-1 backward, 2n the optimizer."""
+    """A step in given variants: passes 0 to n-1 are the stages forward, n to 2n-1 backward, 2n the optimizer."""
 
-    def __init__(self, graph: ModelGraph, shaped: Sequence[ShapedStage]) -> None:
+    def __init__(self, graph: ModelGraph, staged: Sequence[StageVariant]) -> None:
         self.graph = graph
-        self.shaped = tuple(shaped)
+        self.staged = tuple(staged)
 
-    def visit(self, stage: int, backward: bool) -> int:
-        return 2 * len(self.shaped) - 1 - stage if backward else stage
+    def stage_pass(self, stage: int, backward: bool) -> int:
+        return 2 * len(self.staged) - 1 - stage if backward else stage
 
     @cached_property
     def units(self) -> list[Unit]:
-        return [unit for shaped in self.shaped for unit in shaped.units]
+        return [unit for staged in self.staged for unit in staged.units]
 
     @cached_property
     def places(self) -> list[Places]:
         """The places of every unit, in the order of `units`."""
-        raw = [self._raw(index, unit) for index, shaped in enumerate(self.shaped) for unit in shaped.units]
+        raw = [self._raw(index, unit) for index, staged in enumerate(self.staged) for unit in staged.units]
         entered = sorted((p.enter, i) for i, p in enumerate(raw) if p.enter is not None)
-        issues = {i: Position(before[0].visit, before[0].slot + ISSUE) for before, (_, i) in _pairs(entered)}
-        after_first = {i for _, i in entered[1:2]}
-        again: dict[int, Position] = {}
-        index = {self.units[i].name: i for _, i in entered}
-        order = backward_order([self.units[i] for _, i in entered])  # each issues the next one's gather
-        for before, i in pairwise(index[unit.name] for unit in order):
-            if (reached := raw[before].reached) is not None:
-                again[i] = Position(reached.visit, reached.slot + ISSUE)
-        for i in issues:  # a second forward gathers as the first did: the unit before issues it
-            place = raw[i]
-            second = self._second_issue(raw, entered, i)
-            if second is not None and place.enter_again is not None and second < place.enter_again:
-                again[i] = min(again.get(i, second), second)
-        for i, place in enumerate(raw):
-            if i in again and place.enter_again is not None and again[i] >= place.enter_again:
-                del again[i]
-        left = sorted((p.leave_again, i) for i, p in enumerate(raw) if p.leave_again is not None and not p.late)
+        order = [i for _, i in entered]
+        ahead = forward_gathers(order, self.place_of)
+        issues = _first_issues(ahead, lambda before, _: raw[before].enter)
+        after_first = set(ahead.get(order[0], ())) if order else set()
+        again = self._issues_again(raw, order, ahead)
+        left = sorted((p.leave_backward, i) for i, p in enumerate(raw) if p.leave_backward is not None and not p.late)
         reduced = {i: self._reduced(place, raw[after], self.units[after]) for (_, i), (place, after) in _pairs(left)}
         return [
             Places(
-                issue=issues.get(i),
+                issue=issues.get(i, _NO_ISSUE)[0],
                 enter=p.enter,
                 leave=p.leave,
-                issue_again=again.get(i),
-                enter_again=p.enter_again,
-                leave_again=p.leave_again,
-                reduced=reduced.get(i, Position(2 * len(self.shaped), 0)),
-                finish=Position(2 * len(self.shaped), 0),
+                issue_backward=again.get(i, _NO_ISSUE)[0],
+                enter_backward=p.enter_backward,
+                leave_backward=p.leave_backward,
+                reduced=reduced.get(i, Position(2 * len(self.staged), 0)),
+                finish=Position(2 * len(self.staged), 0),
                 gradients=p.gradients,
                 second=p.second,
                 is_second=i in after_first,
                 calls=p.calls,
                 late=p.late,
+                turn=issues.get(i, _NO_ISSUE)[1],
+                turn_again=again.get(i, _NO_ISSUE)[1],
             )
             for i, p in enumerate(raw)
         ]
@@ -164,105 +159,160 @@ class Layout:
         makes_zeros = len(after.gradients) < sum(parameter.trainable for parameter in unit.parameters)
         return left.next() if makes_zeros else left
 
-    def _second_issue(self, raw: list[_RawPlaces], entered: list[tuple[Position, int]], unit: int) -> Position | None:
-        """Where, in a second forward, the unit entered before this one issues its gather."""
-        order = [i for _, i in entered]
-        before = order[order.index(unit) - 1]
-        mine, other = raw[unit], raw[before]
-        if mine.second is None or other.second is None or mine.second.visit != other.second.visit:
-            return None
-        return Position(other.second.visit, other.second.slot + ISSUE)
+    def place_of(self, unit: int) -> Place:
+        """What the order of gathers depends on."""
+        return self._places_of_units[unit]
+
+    @cached_property
+    def _places_of_units(self) -> list[Place]:
+        return [
+            Place(unit.block, staged.variant.prefetch, bool(staged.variant.recompute), unit.name == unit.block)
+            for staged in self.staged
+            for unit in staged.units
+        ]
+
+    def _issues_again(
+        self, raw: list[_RawPlaces], order: list[int], ahead: Mapping[int, tuple[int, ...]]
+    ) -> dict[int, _Issue]:
+        """Where backward issues gathers: as it reaches a unit, and in a second forward, which gathers as the first."""
+
+        def second(before: int, unit: int) -> Position | None:
+            mine, other, again = raw[unit].second, raw[before].second, raw[unit].enter_backward
+            if mine is None or other is None or again is None or mine.stage_pass != other.stage_pass:
+                return None
+            return other if Position(other.stage_pass, other.slot + ISSUE) < again else None
+
+        index = {self.units[i].name: i for i in order}
+        left = [index[unit.name] for unit in backward_order([self.units[i] for i in order])]
+        found = _first_issues(backward_gathers(left, self.place_of), lambda before, _: raw[before].reached)
+        for i, issue in _first_issues(ahead, second).items():
+            found[i] = min(found.get(i, issue), issue)
+        needed = ((i, raw[i].enter_backward) for i in found)
+        late = [i for i, enter in needed if enter is not None and found[i].position >= enter]
+        return {i: issue for i, issue in found.items() if i not in late}
 
     def _raw(self, home: int, unit: Unit) -> _RawPlaces:
         """Positions of one unit by itself. A unit of several modules is looked for outside blocks too."""
         stages = [home]
         if unit.block is None:
-            stages = [i for i, shaped in enumerate(self.shaped) if i == home or not shaped.stage.is_block]
+            stages = [i for i, staged in enumerate(self.staged) if i == home or not staged.stage.is_block]
         found = [(i, self._footprint(i, home, unit)) for i in stages]
 
         def place(attribute: str, backward: bool, last: bool) -> Position | None:
             hits = [(i, getattr(f, attribute)) for i, f in found if getattr(f, attribute) != NOWHERE]
-            positions = [Position(self.visit(i, backward), 3 * segment + COPY) for i, segment in hits]
+            positions = [Position(self.stage_pass(i, backward), 3 * segment + COPY) for i, segment in hits]
             return (max(positions) if last else min(positions)) if positions else None
 
         gradients: dict[str, Position] = {}
         for i, f in sorted(found, key=lambda item: -item[0]):
             for name, segment in f.gradients:
-                gradients.setdefault(name, Position(self.visit(i, True), 3 * segment))
+                gradients.setdefault(name, Position(self.stage_pass(i, True), 3 * segment))
         reached = place("reached", True, False)
-        enter_again = place("enter_again", True, False)
-        enter, leave_again = place("enter", False, False), place("leave_again", True, True)
-        late = unit.block is not None and unit.trained and enter is not None and leave_again is None
+        enter_backward = place("enter_backward", True, False)
+        enter, leave_backward = place("enter", False, False), place("leave_backward", True, True)
+        late = unit.block is not None and unit.trained and enter is not None and leave_backward is None
         if late:
-            leave_again = Position(self.visit(home, True), 3 * len(self.shaped[home].trace.backward) - 3)
+            leave_backward = Position(self.stage_pass(home, True), 3 * len(self.staged[home].trace.backward) - 3)
         return _RawPlaces(
             enter=enter,
             leave=place("leave", False, True),
-            enter_again=enter_again,
+            enter_backward=enter_backward,
             reached=reached,
-            second=enter_again if enter_again != reached else None,
-            leave_again=leave_again,
+            second=enter_backward if enter_backward != reached else None,
+            leave_backward=leave_backward,
             gradients=tuple(gradients.items()),
             calls=sum(f.calls for _, f in found) if len(unit.modules) == 1 else 1,
             late=late,
         )
 
     def _footprint(self, stage: int, home: int, unit: Unit) -> Footprint:
-        shaped = self.shaped[stage]
+        staged = self.staged[stage]
         if stage == home:
-            return shaped.footprints[shaped.units.index(unit)]
-        return footprint(shaped.trace, unit)
+            return staged.footprints[staged.units.index(unit)]
+        return footprint(staged.trace, unit)
 
 
 @dataclass(frozen=True)
 class _RawPlaces:
     enter: Position | None
     leave: Position | None
-    enter_again: Position | None
+    enter_backward: Position | None
     reached: Position | None
     second: Position | None
-    leave_again: Position | None
+    leave_backward: Position | None
     gradients: tuple[tuple[str, Position], ...]
     calls: int
     late: bool
+
+
+class _Issue(NamedTuple):
+    position: Position
+    turn: int  # of several that are issued there
+
+
+_NO_ISSUE = None, 0
+
+
+def _first_issues(
+    ahead: Mapping[int, tuple[int, ...]], entered: Callable[[int, int], Position | None]
+) -> dict[int, _Issue]:
+    """Where each unit's gather is issued first; `entered` is where one unit is entered, to issue another's."""
+    found: dict[int, _Issue] = {}
+    for before, units in ahead.items():
+        for turn, unit in enumerate(units):
+            if (at := entered(before, unit)) is not None:
+                issue = _Issue(Position(at.stage_pass, at.slot + ISSUE), turn)
+                found[unit] = min(found.get(unit, issue), issue)
+    return found
 
 
 def _pairs(items: list[tuple[Position, int]]) -> list[tuple[tuple[Position, int], tuple[Position, int]]]:
     return list(pairwise(items))
 
 
-class Shapes:
-    """The shapes that every stage of a model can take, each made once."""
+class Variants:
+    """The variants that every stage of a model can take, each made once."""
 
     def __init__(self, graph: ModelGraph) -> None:
         self.graph = graph
         self._units = [stage_units(graph, stage) for stage in graph.stages]
-        self._made: dict[tuple[int, Shape], ShapedStage] = {}
+        self._made: dict[tuple[int, Variant], StageVariant] = {}
 
-    def of(self, stage: int) -> list[Shape]:
-        """Selective recompute needs a block that is one unit; see [Note: Selective] in osdp.model.selective."""
+    def of(self, stage: int) -> list[Variant]:
+        """Selective recompute needs a block that is one unit; see [Note: Selective] in osdp.model.selective.
+
+        A depth of two needs three units or more, each called once: a second call would gather again those behind it.
+        """
         here = self.graph.stages[stage]
         able = {
             Recompute.NONE: True,
             Recompute.SELECTIVE: here.selective is not None,
             Recompute.FULL: here.recomputed is not None,
+            Recompute.ON_HOST: here.on_host is not None,
         }
-        return [
-            Shape(granularity, how)
+        plain = [
+            Variant(granularity, how)
             for granularity in self._units[stage]
             for how, is_able in able.items()
             if is_able and (how is not Recompute.SELECTIVE or granularity == WHOLE)
         ]
+        return plain + [replace(variant, prefetch=2) for variant in plain if self._can_prefetch_two(stage, variant)]
 
-    def shaped(self, stage: int, shape: Shape) -> ShapedStage:
-        key = stage, shape
+    def _can_prefetch_two(self, stage: int, variant: Variant) -> bool:
+        if variant.granularity != OPERATORS or not self.graph.stages[stage].is_block:
+            return False
+        calls = [each.calls for each in self.staged(stage, variant).footprints]
+        return len(calls) > 2 and max(calls) == 1
+
+    def staged(self, stage: int, variant: Variant) -> StageVariant:
+        key = stage, variant
         if key not in self._made:
-            self._made[key] = ShapedStage(self.graph.stages[stage], shape, self._units[stage][shape.granularity])
+            self._made[key] = StageVariant(self.graph.stages[stage], variant, self._units[stage][variant.granularity])
         return self._made[key]
 
-    def layout(self, shapes: Sequence[Shape]) -> Layout:
-        return Layout(self.graph, [self.shaped(stage, shape) for stage, shape in enumerate(shapes)])
+    def layout(self, variants: Sequence[Variant]) -> Layout:
+        return Layout(self.graph, [self.staged(stage, variant) for stage, variant in enumerate(variants)])
 
-    def plainest(self) -> list[Shape]:
+    def plainest(self) -> list[Variant]:
         """Every block whole and nothing recomputed."""
-        return [Shape(WHOLE if WHOLE in units else OPERATORS) for units in self._units]
+        return [Variant(WHOLE if WHOLE in units else OPERATORS) for units in self._units]

@@ -1,18 +1,5 @@
 """The bytes that a unit holds, and from where to where: one list for each option, following FSDP2.
 
-[Note: Slot]
-The plan acts at marks (see [Note: Trace]). Each mark opens a segment, and a segment has three slots: first what is
-gathered is copied out, or gradients are copied in for their reduction; then the next gather is issued, or the
-reduction's result exists; then the segment itself computes. On asynchronous gloo, forward issues first and
-copies out then. A position is (visit, slot): a step visits the stages
-forward, then backward, then the optimizer. A hold is alive from `start` up to, not including, `end`.
-
-[Note: Prefetch]
-Every unit issues the next one's gather when its own is done, in both directions, so that one gather is under way
-while one unit computes. The gather's buffer lives from there until the next unit has copied it out. On asynchronous
-gloo, forward issues it before it waits for its own, so that the link is not idle while that is copied
-out. The step's first unit and slices wait first.
-
 [Note: Reduction]
 A unit's gradients are copied into the reduction's input when the unit is left in backward; the input lives until the
 next unit's reduction begins. The result, in the master's dtype, is the rank's gradient. On asynchronous
@@ -36,94 +23,47 @@ it makes then, as other ranks may have gradients. The result lives until the ran
 Where a unit that is left at the end belongs to a block, what it holds when backward leaves the block it is taken to
 hold until then: an upper bound, as a block's bytes may depend on the block alone.
 
+[Note: Gathered once]
+Of several micro-batches the first one gathers a unit that stays gathered over all of them, and the last frees it. So
+its copy is there from the start of a step, as most micro-batches find it, to the end of backward, as most leave it. The
+first micro-batch has the gather's buffers beside it; what it does not have yet, the gradients of earlier micro-batches,
+the buffers may take. All that is an upper bound: of two micro-batches the first holds all copies to its end and no
+gradients at its start, and the last the other way round, and both are counted.
+
 [Note: In place]
 A replica computes with the parameters themselves where they have the dtype of the computation, else with a cast copy.
+
+[Note: On the host]
+Of a unit that is on the host (see [Note: Offload] in osdp.cost.offload) the device has, while a gather is issued, the
+shard that it sends, copied in and cast; and a reduced gradient until it is copied out, which is at once. What FSDP2's
+own all-reduce has summed stays to the end of backward, as elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from osdp.cluster import Cluster
+from osdp.cost.positions import (
+    BUFFERS,
+    COPY,
+    END,
+    GATHERED,
+    GRADIENTS,
+    ISSUE,
+    PARAMETERS,
+    START,
+    STATES,
+    Allocation,
+    Places,
+    Position,
+)
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit
-from osdp.model.graph import Affine, Operator
+from osdp.model.graph import Affine, ModelGraph, Operator
 from osdp.sharding import ShardingMode
-
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-STATES = "optimizer states"
-GATHERED = "gathered copies"
-BUFFERS = "communication buffers"
-SAVED = "saved activations"
-TEMPORARIES = "temporaries"
-CONSTANTS = "buffers and inputs"
-PARTS = (PARAMETERS, GRADIENTS, STATES, GATHERED, BUFFERS, SAVED, TEMPORARIES, CONSTANTS)
-
-COPY, ISSUE, RUN = 0, 1, 2  # the three slots of a segment; see [Note: Slot]
-
-
-class Position(NamedTuple):
-    visit: int
-    slot: int
-
-    def next(self) -> Position:
-        return Position(self.visit, self.slot + 1)
-
-
-START = Position(-1, 0)
-END = Position(1 << 40, 0)
-
-
-class Allocation(NamedTuple):
-    part: str
-    nbytes: int
-    start: Position
-    end: Position
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a unit is used: positions of COPY slots, except the two issues. See [Note: Slot].
-
-    `issue` is where its gather is issued, None for the step's first. `reduced` is where the next reduction begins.
-    """
-
-    issue: Position | None
-    enter: Position | None
-    leave: Position | None
-    issue_again: Position | None
-    enter_again: Position | None
-    leave_again: Position | None
-    reduced: Position
-    finish: Position  # backward is done, the optimizer has not begun
-    gradients: tuple[tuple[str, Position], ...]
-    calls: int = 1  # in forward
-    second: Position | None = None  # where a second forward enters it
-    is_second: bool = False  # the step's first unit issues its gather
-    late: bool = False  # of a block, but left when backward has ended; see [Note: Left at the end]
-
-    @property
-    def freed(self) -> Position:
-        """Where backward frees its copy: frozen below the first gradient, when backward has ended."""
-        return self.leave_again or self.finish
-
-    @property
-    def first_gradient(self) -> Position | None:
-        return min((position for _, position in self.gradients), default=None)
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether backward leaves it without a gradient for any of its parameters."""
-        return self.leave_again is not None and not self.gradients
-
-    @property
-    def gathers(self) -> list[tuple[Position, Position]]:
-        """Gathers that are issued ahead: where, and where their unit is entered."""
-        pairs = (self.issue, self.enter), (self.issue_again, self.enter_again)
-        return [(issue, enter) for issue, enter in pairs if issue is not None and enter is not None]
 
 
 class Growth(NamedTuple):
@@ -138,6 +78,7 @@ def unit_allocations(
     unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster
 ) -> list[Allocation]:
     """All that a unit's option holds in a step; affine in `option.sharded` from 1 on."""
+    cluster = unit.held_by(cluster)
     allocations: list[Allocation] = []
     for mode, count in option.held:
         sizes = unit.sizes(mode, cluster, option.slices)
@@ -149,11 +90,11 @@ def unit_allocations(
     sizes = unit.sizes(mode, cluster, option.slices)
     allocations += _forward(option, sizes, places, training, cluster)
     allocations += _backward(option, sizes, places, training, cluster)
-    if unit.trained and places.leave_again is not None:
+    if unit.trained and places.leave_backward is not None:
         allocations += _reduction(option, sizes, places, training, cluster)
     if places.late:
-        assert places.leave_again is not None
-        lasting = (places.leave_again <= hold.end < places.finish for hold in allocations)
+        assert places.leave_backward is not None
+        lasting = (places.leave_backward <= hold.end < places.finish for hold in allocations)
         allocations = [
             h._replace(end=places.finish) if lasts else h for h, lasts in zip(allocations, lasting, strict=True)
         ]
@@ -165,17 +106,20 @@ def _held(
 ) -> list[Allocation]:
     """Parameters, states and, once reduced, gradients of `count` slices; and their copies between the passes."""
     master, compute = training.precision.master_bytes, training.precision.compute_bytes
-    optimizer, used = training.optimizer, _used(sizes, places)
-    states = optimizer.states * sum(used) * master + optimizer.counters * len(used)
-    allocations = [Allocation(PARAMETERS, count * sizes.held * master, START, END)]
-    if places.leave_again is not None:
+    states = sum(training.optimizer.state_bytes(shape, master) for shape in used_shards(sizes, places))
+    allocations = [] if option.offload else [Allocation(PARAMETERS, count * sizes.held * master, START, END)]
+    if places.leave_backward is not None and option.offload:
+        allocations.append(_gradient_on_its_way(mode, sizes, places, training, cluster))
+    elif places.leave_backward is not None:
         allocations.append(Allocation(STATES, count * states, START, END))
         deferred = option.defers(mode) and training.accumulation > 1
         allocations += _gradients(count, sizes, option, places, training, cluster, deferred=deferred)
     if places.leave is None:
         return allocations
-    again = places.enter_again or places.freed
-    if mode.is_kept:
+    again = places.enter_backward or places.freed
+    if option.stays_gathered(training.accumulation):
+        allocations.append(Allocation(GATHERED, sizes.gathered * compute, START, places.finish))
+    elif mode.is_kept:
         # Kept slices gather up while the operator runs; between the passes they are the whole unit.
         begin, end = (places.leave, again) if option.slices == 1 else (places.enter, places.freed)
         allocations.append(Allocation(GATHERED, count * sizes.gathered * compute, begin or places.leave, end))
@@ -185,10 +129,21 @@ def _held(
     return allocations
 
 
-def _used(sizes: Sizes, places: Places) -> list[int]:
-    """A rank's elements of every parameter that gets a gradient: the optimizer steps these alone."""
+def _gradient_on_its_way(
+    mode: ShardingMode, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+) -> Allocation:
+    """A reduced gradient, until it is copied out; see [Note: On the host]."""
+    assert places.leave_backward is not None
+    reduced = places.leave_backward.next()
+    summed = _holds_all_reduce(mode, cluster) and training.reduce_bytes == training.precision.master_bytes
+    nbytes = sizes.trained * training.precision.master_bytes
+    return Allocation(BUFFERS, nbytes, reduced, places.finish if summed else reduced.next())
+
+
+def used_shards(sizes: Sizes, places: Places) -> list[tuple[int, ...]]:
+    """The shape of a rank's part of every parameter that gets a gradient: the optimizer steps these alone."""
     reached = {name for name, _ in places.gradients}
-    return [numel for name, numel in sizes.shards if name in reached]
+    return [shape for name, shape in sizes.shards if name in reached]
 
 
 def _gradients(
@@ -202,7 +157,7 @@ def _gradients(
     deferred: bool,
 ) -> list[Allocation]:
     """Gradients once they are reduced; and those that wait for the last micro-batch to be reduced together."""
-    gradient, leave = count * sizes.trained * training.precision.master_bytes, places.leave_again
+    gradient, leave = count * sizes.trained * training.precision.master_bytes, places.leave_backward
     assert leave is not None
     if deferred:
         return _partly_reduced(count * sizes.trained, option, places, leave, training, cluster)
@@ -267,11 +222,14 @@ def _computes_in_place(mode: ShardingMode, training: Training) -> bool:
 
 
 def forward_issue(places: Places, cluster: Cluster) -> Position | None:
-    """Where forward issues a gather: on asynchronous gloo, as the unit before is entered; see [Note: Prefetch]."""
+    """Where forward issues a gather: on asynchronous gloo, as the unit that issues it is entered.
+
+    See [Note: Prefetch] in osdp.cost.gather_order.
+    """
     issue = places.issue
     if issue is None or places.is_second or not cluster.engine.gathers_before_waiting:
         return issue
-    return Position(issue.visit, issue.slot - ISSUE + COPY)
+    return Position(issue.stage_pass, issue.slot - ISSUE + COPY)
 
 
 def _forward(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Allocation]:
@@ -284,13 +242,44 @@ def _forward(option: Option, sizes: Sizes, places: Places, training: Training, c
     # the next one's gather is issued before its own is copied out
     issues_first = cluster.engine.gathers_before_waiting and places.issue is not None
     entered = places.enter.next() if issues_first else places.enter
+    if option.stays_gathered(training.accumulation):
+        return _first_gather(option, sizes, places, entered, training, cluster)
     allocations = [Allocation(GATHERED, copy, entered, places.leave)]
     if mode.is_sharded_anew and slices == 1:  # its own part is cloned before the copy is freed
         extra = sizes.clone_extra(cluster.devices_per_node) * compute
         allocations.append(Allocation(GATHERED, copy + extra, places.leave, places.leave.next()))
     column = _column_bytes(option, sizes, training, cluster)
     issue = forward_issue(places, cluster)
-    return allocations + _gather(mode, slices, sizes, sizes.held, column, issue, entered, places.leave, training)
+    sent = _sent_bytes(option, sizes.held, training)
+    return allocations + _gather(mode, slices, sizes, sent, column, issue, entered, places.leave, training)
+
+
+def _sent_bytes(option: Option, numel: int, training: Training) -> int:
+    """What a gather's issue allocates beside its output: a cast, or a copy from the host, of what the rank sends."""
+    return numel * training.precision.compute_bytes if training.precision.casts or option.offload else 0
+
+
+def _first_gather(
+    option: Option, sizes: Sizes, places: Places, entered: Position, training: Training, cluster: Cluster
+) -> list[Allocation]:
+    """What the first micro-batch has of a gather that is made once, and the others have not; see [Note: Gathered once].
+
+    Until it is copied out, the gather's output is there in place of the copy.
+    """
+    assert places.leave is not None
+    issue, column = forward_issue(places, cluster), _column_bytes(option, sizes, training, cluster)
+    sent = _gather(option.mode, 1, sizes, sizes.held, column, issue, entered, places.leave, training)
+    earlier = 0
+    if places.leave_backward is not None:
+        deferred = option.defers(option.mode)
+        left = _gradients(1, sizes, option, places, training, cluster, deferred=deferred)
+        earlier = sum(each.nbytes for each in left if each.start == START)
+    found = []
+    for begin, end in pairwise(sorted({entered, *(each.start for each in sent), *(each.end for each in sent)})):
+        held = sum(each.nbytes for each in sent if each.start <= begin < each.end)
+        instead = earlier + (sizes.gathered * training.precision.compute_bytes if begin < entered else 0)
+        found.append(Allocation(BUFFERS, max(0, held - instead), begin, end))
+    return found
 
 
 def _column_bytes(option: Option, sizes: Sizes, training: Training, cluster: Cluster) -> int:
@@ -303,14 +292,17 @@ def _gather(
     mode: ShardingMode,
     slices: int,
     sizes: Sizes,
-    sent: int,
+    sent_bytes: int,
     column_bytes: int,
     issue: Position | None,
     enter: Position,
     leave: Position,
     training: Training,
 ) -> list[Allocation]:
-    """The buffers of one gather: its output, and the cast of what this rank sends; see [Note: Prefetch]."""
+    """The buffers of one gather: its output, and the cast of what this rank sends.
+
+    See [Note: Prefetch] in osdp.cost.gather_order.
+    """
     compute = training.precision.compute_bytes
     if not mode.is_sharded:  # nothing is sent; a cast is made parameter by parameter
         return (
@@ -318,8 +310,8 @@ def _gather(
         )
     output = sizes.gathered * compute
     allocations = [Allocation(BUFFERS, output, issue or enter, enter.next())]
-    if training.precision.casts and issue is not None:
-        allocations.append(Allocation(BUFFERS, sent * compute, issue, issue.next()))
+    if sent_bytes and issue is not None:
+        allocations.append(Allocation(BUFFERS, sent_bytes, issue, issue.next()))
     if column_bytes and issue is not None:
         allocations.append(Allocation(BUFFERS, column_bytes, issue, enter))
     if slices > 1:  # while a slice computes, the next one is gathered
@@ -334,36 +326,39 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     compute = training.precision.compute_bytes
     if _computes_in_place(mode, training):
         return []
+    if option.stays_gathered(training.accumulation):
+        return []  # the copy is there; see [Note: Gathered once]
     copy, freed = sizes.gathered * compute, places.freed
-    if places.enter_again is None:
-        return _gathered_in_vain(mode, sizes, places, training, cluster)
-    allocations = [Allocation(GATHERED, copy, places.enter_again, freed)]
+    if places.enter_backward is None:
+        return _gathered_in_vain(option, sizes, places, training, cluster)
+    allocations = [Allocation(GATHERED, copy, places.enter_backward, freed)]
     if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
         beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)
         allocations.append(Allocation(GATHERED, beyond_input, freed, freed.next()))
     if not mode.is_kept:
         in_node = mode.is_sharded_anew
-        sent = sizes.gathered // cluster.devices_per_node if in_node else sizes.held
+        sent = _sent_bytes(option, sizes.gathered // cluster.devices_per_node if in_node else sizes.held, training)
         column = 0 if in_node else _column_bytes(option, sizes, training, cluster)
         ahead = freed  # up to where the next slice's gather is held
         if slices == 2 and training.reduce_bytes >= compute:
             # of two, the one that computes beside the other's reduction has no slice after it
             ahead = places.first_gradient or ahead
         allocations += _gather(
-            mode, slices, sizes, sent, column, places.issue_again, places.enter_again, ahead, training
+            mode, slices, sizes, sent, column, places.issue_backward, places.enter_backward, ahead, training
         )
     return allocations
 
 
 def _gathered_in_vain(
-    mode: ShardingMode, sizes: Sizes, places: Places, training: Training, cluster: Cluster
+    option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster
 ) -> list[Allocation]:
     """The gather of a unit that backward never reaches, issued by the one before it: FSDP2 frees it in the end."""
-    issue, compute = places.issue_again, training.precision.compute_bytes
+    mode, issue, compute = option.mode, places.issue_backward, training.precision.compute_bytes
     if issue is None or not mode.is_gathered_again:
         return []
-    sent = sizes.gathered // cluster.devices_per_node if mode.is_sharded_anew else sizes.held
-    cast = [Allocation(BUFFERS, sent * compute, issue, issue.next())] if training.precision.casts else []
+    shard = sizes.gathered // cluster.devices_per_node if mode.is_sharded_anew else sizes.held
+    sent = _sent_bytes(option, shard, training)
+    cast = [Allocation(BUFFERS, sent, issue, issue.next())] if sent else []
     return [Allocation(BUFFERS, sizes.gathered * compute, issue, places.finish), *cast]
 
 
@@ -381,8 +376,8 @@ def reduction_end(places: Places, training: Training, cluster: Cluster) -> Posit
 
 def _reduction(option: Option, sizes: Sizes, places: Places, training: Training, cluster: Cluster) -> list[Allocation]:
     """The unit's own gradients until they are copied, then the reduction's buffers; see [Note: Reduction]."""
-    assert places.leave_again is not None
-    mode, leave = option.mode, places.leave_again
+    assert places.leave_backward is not None
+    mode, leave = option.mode, places.leave_backward
     master, reduce = training.precision.master_bytes, training.reduce_bytes
     deferred = training.accumulation > 1 and option.defers(mode) and option.slices == 1
     entry, copied = leave, leave.next()
@@ -396,7 +391,8 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     if own_reduction and not mode.is_sharded and option.slices == 1:  # its input is freed once it is copied
         freed = begin
         beside = 0 if under_way else sizes.trained * master  # what the result is cast to, afterwards
-        allocations.append(Allocation(BUFFERS, max(0, sizes.reduced * reduce - beside), freed, freed.next()))
+        most = max(sizes.reduced, _room(option, sizes, cluster))  # the room is made before the last reduction ends
+        allocations.append(Allocation(BUFFERS, max(0, most * reduce - beside), freed, freed.next()))
         begin = begin.next()  # only then room is made for what arrives
     once, sent = _is_reduced_once(option, sizes, places, training), sizes.reduced * reduce
     allocations.append(Allocation(BUFFERS, sent, entry, copied if once and mode.is_sharded else freed))
@@ -417,7 +413,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
     lasting = _holds_all_reduce(mode, cluster)
     if reduce != master:
         allocations.append(Allocation(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
-    if training.accumulation > 1 and not deferred and not once:
+    if training.accumulation > 1 and not deferred and not once and not option.offload:
         allocations.append(
             _added(option, sizes, places, ended if under_way else leave.next().next(), training, cluster)
         )
@@ -428,19 +424,22 @@ def _added(
     option: Option, sizes: Sizes, places: Places, ended: Position, training: Training, cluster: Cluster
 ) -> Allocation:
     """A result that is added to that of earlier micro-batches; reduced once there is none, and room to spare."""
-    assert places.leave_again is not None
+    assert places.leave_backward is not None
     master, mode = training.precision.master_bytes, option.mode
     makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
     is_first = option.reduce_once or option.defers(mode)
     lasting = _holds_all_reduce(mode, cluster) and training.reduce_bytes == master and not is_first
     end = places.finish if makes_zeros or lasting else ended
-    return Allocation(BUFFERS, sizes.trained * master, places.leave_again.next(), end)
+    return Allocation(BUFFERS, sizes.trained * master, places.leave_backward.next(), end)
 
 
 def _room(option: Option, sizes: Sizes, cluster: Cluster) -> int:
     """Elements that an asynchronous reduction has room for beside its input and its result."""
     if not option.mode.is_sharded:
-        return -(-sizes.trained // cluster.world_size) if cluster.world_size > 1 else 0
+        if option.reduced_with is not None or cluster.world_size == 1:
+            return 0
+        sent = sizes.trained + option.carries
+        return -(-sent // cluster.world_size) + (sent if option.carries else 0)
     return sizes.trained + (sizes.reduced // cluster.devices_per_node if option.crosses(option.mode) else 0)
 
 
@@ -450,7 +449,7 @@ def _own_gradients(
     """A unit's gradients, each from its kernel on until all are copied in, from `entry` to `copied`."""
     compute, numels = training.precision.compute_bytes, dict(sizes.gradients)
     held_longer: list[str] = []
-    if option.mode.is_sharded and copied != places.leave_again:  # of slices none outlives the operator
+    if option.mode.is_sharded and copied != places.leave_backward:  # of slices none outlives the operator
         # FSDP2's loop variables still name the last one, and the last of those that it has put in order
         held_longer = [one[-1][0] for one in (sizes.gradients, sizes.moved_gradients) if one]
     made = dict(places.gradients)
@@ -473,7 +472,12 @@ def _copied_in_bytes(sizes: Sizes, option: Option, training: Training) -> int:
 
 def slice_growths(unit: Unit, option: Option, places: Places, operators: Mapping[str, Operator]) -> list[Growth]:
     """What a split operator's activations need beside those of the whole one; see [Note: Slices' activations]."""
-    if option.slices == 1 or places.enter is None or places.leave is None or places.enter.visit != places.leave.visit:
+    if (
+        option.slices == 1
+        or places.enter is None
+        or places.leave is None
+        or places.enter.stage_pass != places.leave.stage_pass
+    ):
         return []
     operator = operators[unit.name]
     shape = next(p.shape for p in unit.parameters if len(p.shape) > 1)
@@ -483,9 +487,9 @@ def slice_growths(unit: Unit, option: Option, places: Places, operators: Mapping
     if places.second is not None:
         begin = places.second.next().next()
         growths.append(Growth(_per_call(operator, sliced, outputs), begin, begin.next()))
-    first, leave = places.first_gradient, places.leave_again
+    first, leave = places.first_gradient, places.leave_backward
     takes_tokens = operator.kind == "Embedding"  # they have no gradient
-    if first is not None and leave is not None and leave.visit == first.visit and not takes_tokens:
+    if first is not None and leave is not None and leave.stage_pass == first.stage_pass and not takes_tokens:
         growths.append(Growth(_per_call(operator, inputs, outputs), first, leave))
     return growths
 
@@ -498,5 +502,17 @@ def _per_call(operator: Operator, part: int, outputs: int) -> Affine:
 
 def stepping_bytes(unit: Unit, option: Option, places: Places, training: Training, cluster: Cluster) -> int:
     """Bytes that the optimizer needs for a unit only while it steps."""
-    held = sum(count * sum(_used(unit.sizes(mode, cluster, option.slices), places)) for mode, count in option.held)
-    return training.optimizer.temporaries * training.precision.master_bytes * held
+    master, cluster = training.precision.master_bytes, unit.held_by(cluster)
+    if option.offload:
+        return 0
+    return sum(
+        count * training.optimizer.temporary_bytes(shape, master)
+        for mode, count in option.held
+        for shape in used_shards(unit.sizes(mode, cluster, option.slices), places)
+    )
+
+
+def chunk_bytes(graph: ModelGraph, training: Training) -> int:
+    """Bytes that the optimizer needs for the chunk that it steps: a bound where no rank holds so large a part."""
+    largest = max((p.numel for p in graph.parameters.values() if p.trainable), default=0)
+    return training.optimizer.chunk_bytes(largest)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from osdp.cluster import Cluster
-from osdp.cost.lifetimes import Places
+from osdp.cost.positions import Places
 from osdp.cost.time_model import Collective, Compute, slice_work
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Unit
@@ -51,7 +51,9 @@ def option_lines(
         return Seconds(slices * own) if replicated or slices == 1 else Seconds(slices * other, own - other)
 
     (often, last), (rest_often, rest_last) = _by_when(own.reduce), _by_when(rest.reduce)
-    sent = own.gather, own.gather_again, often, rest_often, last, rest_last
+    first = [each for each in own.gather if each.first]  # of whole units only
+    gather = [each for each in own.gather if not each.first]
+    sent = gather, own.gather_again, often, rest_often, last, rest_last
     wires = SliceWires(slices, *(_wire(each) for each in sent))
     gathered = line(wires.gather + wires.gather_again, 0.0)
     reduced = line(wires.reduce, wires.replica_reduce)
@@ -60,7 +62,9 @@ def option_lines(
         "gather": Seconds(wires.gather),
         "gather_again": Seconds(wires.gather_again),
         "reduce": Seconds(wires.reduce),
-        "copy": line(_copies(own.gather), _copies(rest.gather)),
+        "gather_first": Seconds(_wire(first)),
+        "copy": line(_copies(gather), _copies(rest.gather)),
+        "copy_first": Seconds(_copies(first)),
         "copy_again": line(_copies(own.gather_again), _copies(rest.gather_again)),
         "copy_reduce": line(_copies(often), _copies(rest_often)),
         "reduce_last": Seconds(wires.reduce_last),
@@ -96,10 +100,10 @@ class Kernels(NamedTuple):
     @staticmethod
     def of(places: Places, forward: Compute, backward: Compute, low: int, high: int) -> Kernels:
         """The kernels between where a unit is entered and left; `low` and `high` as in `Compute.between`."""
-        spans = (forward, places.enter, places.leave), (backward, places.enter_again, places.leave_again)
+        spans = (forward, places.enter, places.leave), (backward, places.enter_backward, places.leave_backward)
         found = []
         for compute, enter, leave in spans:
-            inside = enter is not None and leave is not None and enter.visit == leave.visit
+            inside = enter is not None and leave is not None and enter.stage_pass == leave.stage_pass
             found.append(compute.between(enter.slot // 3, leave.slot // 3, low, high) if inside else 0.0)  # type: ignore[union-attr]
         return Kernels(*found)
 

@@ -11,13 +11,27 @@ a data-parallel group holds. Everything else is put into the problem, so that co
   and sends a hidden state forth and a gradient back. The first and last p - 1 micro-batches find some stages idle: a
   step of m micro-batches takes the time of m + p - 1, so that the local problem accumulates so many, and the rates it
   gives are multiplied by m / (m + p - 1). A schedule of torch's reduces gradients after the last micro-batch.
+- Interleaved: each rank has v chunks of the blocks, the model's parts s, s + p, s + 2p and so on. Ranks wait for
+  (p - 1) / v micro-batches, rounded up to whole ones; m is a multiple of p. Before its first backward, stage s begins
+  2 (p - s - 1) + (v - 1) p + 1 chunks of micro-batches, each of a v-th of its blocks; later it has no more. Every block
+  is taken to hold the average. Each chunk has messages of its own.
+- Experts over a dimension of their own: see [Note: Expert layout].
 - Ranks lie on nodes with tensor innermost, then data, then pipeline: tensor groups do not leave a node, and t of them
   share the node's network. The slowest device of all sets the pace, not the slowest of one group.
+
+[Note: Expert layout]
+Of E ranks each has a part of the experts; each has samples of its own. So the dimension of experts is a part of the
+data-parallel one, and the local cluster has all its ranks. A unit of experts has local shapes and lies on the ranks
+with the same ones, of which a node has an E-th, with as much of its network; all other units lie on all ranks. Tokens
+are spread evenly, so a rank's experts see as many as its own samples send. Capture has the copies of a dispatch; its
+two all-to-alls, and those of backward and of a second forward, become kernels of their seconds on the compute stream,
+as nothing of a block can hide them. Every rank sends (E - 1) / E of its tokens to the others, once for each expert that
+a token goes to: the traffic of a gather of so many bytes in all, whose seconds are taken. Experts stay inside a node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -127,6 +141,32 @@ def with_tensor_collectives(
     return replace(graph, stages=tuple(stages), operators=operators)
 
 
+def with_expert_collectives(graph: ModelGraph, chosen: Mapping[str, int], ranks: int, clock: Clock) -> ModelGraph:
+    """The graph with the all-to-alls of experts as kernels; by their names, to how many of them a token goes."""
+    exchange = clock.all_reduce(ranks, "all_gather")
+    both = {name: _times(exchange(_times(graph.operators[name].output_bytes, k)), 2) for name, k in chosen.items()}
+    stages = [
+        replace(_in_every_trace(stage, lambda trace: _with_exchanges(trace, both)), selective=None)
+        if both.keys() & set(stage.operators)
+        else stage
+        for stage in graph.stages
+    ]
+    operators = {
+        name: replace(each, split_dim=-1, experts=ranks) if name in both else each
+        for name, each in graph.operators.items()
+    }
+    return replace(graph, stages=tuple(stages), operators=operators)
+
+
+def _with_exchanges(trace: Trace, both: Mapping[str, Affine]) -> Trace:
+    """Tokens go to the experts and come back while these run, in either direction."""
+
+    def segments(found: Iterable[Segment]) -> tuple[Segment, ...]:
+        return tuple(_also(s, both.get(s.mark.name)) if s.mark.kind == "enter" else s for s in found)
+
+    return Trace(segments(trace.forward), segments(trace.backward))
+
+
 def _column_groups(own: Sequence[TensorOperator]) -> list[list[str]]:
     """Operators divided by columns up to the next one divided by rows: they share an input, whose gradient is added up.
 
@@ -146,7 +186,7 @@ def _with_waits(trace: Trace, outputs: Mapping[str, Affine], inputs: Mapping[str
     """Kernels at the marks at which an operator is left: in forward by its name, in backward its inputs' as well."""
     forward = [_also(s, outputs.get(s.mark.name)) if _is_left(s.mark) else s for s in trace.forward]
     backward = [
-        _also(s, (outputs if s.mark.again else inputs).get(s.mark.name)) if _is_left(s.mark) else s
+        _also(s, (outputs if s.mark.recomputed else inputs).get(s.mark.name)) if _is_left(s.mark) else s
         for s in trace.backward
     ]
     return Trace(tuple(forward), tuple(backward))
@@ -181,33 +221,53 @@ def _times(amount: Affine, factor: float) -> Affine:
     return Affine(round(amount.constant * factor), round(amount.per_sample * factor))
 
 
-def stage_graph(graph: ModelGraph, pipeline: int, stage: int, micro_batches: int, clock: Clock | None) -> ModelGraph:
+def idle_micro_batches(pipeline: int, interleave: int) -> int:
+    """For how many micro-batches a rank waits in a step, while pipelines fill and run empty."""
+    return -(-(pipeline - 1) // interleave)
+
+
+def in_flight(pipeline: int, stage: int, micro_batches: int, interleave: int) -> float:
+    """Of how many micro-batches a stage holds activations at most; of parts of its blocks the average."""
+    if interleave == 1:
+        return min(pipeline - stage, micro_batches)
+    chunks = 2 * (pipeline - stage - 1) + (interleave - 1) * pipeline + 1
+    return min(chunks, micro_batches * interleave) / interleave
+
+
+def stage_graph(
+    graph: ModelGraph, pipeline: int, stage: int, micro_batches: int, clock: Clock | None, interleave: int = 1
+) -> ModelGraph:
     """One stage of a pipeline: its blocks, its activations of several micro-batches, its messages to others."""
     if pipeline == 1:
         return graph
-    parts = _divided_blocks(graph, pipeline)
-    chosen = parts[stage]
-    in_flight = min(pipeline - stage, micro_batches)
-    hidden = _hidden_bytes(graph)
-    stages = [_held_often(each, in_flight) for each in chosen]
-    if clock is not None:
-        sent = clock.sent(across_nodes=True)(hidden)
+    parts = _divided_blocks(graph, pipeline * interleave)
+    chunks = range(stage, len(parts), pipeline)
+    held, hidden = in_flight(pipeline, stage, micro_batches, interleave), _hidden_bytes(graph)
+    sent = clock.sent(across_nodes=True)(hidden) if clock is not None else None
+    stages: list[Stage] = []
+    ends: set[int] = set()  # of chunks: they may have messages
+    for chunk in chunks:
+        first = len(stages)
+        stages += [_held_often(each, held) for each in parts[chunk]]
         last = len(stages) - 1
-        if stage < pipeline - 1:
+        ends |= {first, last}
+        if sent is not None and chunk < len(parts) - 1:
             stages[last] = _in_every_trace(stages[last], lambda t: _at_end(t, sent, backward=False))
-        if stage > 0:
-            stages[0] = _in_every_trace(stages[0], lambda t: _at_end(t, sent, backward=True))
-    boundary = (in_flight + 1) * ((stage > 0) + (stage < pipeline - 1))
-    inputs = graph.input_bytes + _times(hidden, boundary)
+        if sent is not None and chunk > 0:
+            stages[first] = _in_every_trace(stages[first], lambda t: _at_end(t, sent, backward=True))
+    boundaries = sum((chunk > 0) + (chunk < len(parts) - 1) for chunk in chunks)
+    inputs = graph.input_bytes + _times(hidden, (held + 1) * boundaries)
     elements = graph.sample_elements if stage == 0 else 0  # later stages get no samples, but hidden states
-    return _only(replace(graph, input_bytes=inputs, sample_elements=elements), stages)
+    return _only(replace(graph, input_bytes=inputs, sample_elements=elements), stages, ends)
 
 
 def _divided_blocks(graph: ModelGraph, pipeline: int) -> list[list[Stage]]:
     """Blocks as equal as can be, earlier stages the larger; what is outside goes with the block before it, or first."""
     count = len(graph.blocks)
     if count < pipeline:
-        raise UsageError(f"{graph.name} has {count} blocks, too few for {pipeline} stages; give at most {count}")
+        raise UsageError(
+            f"{graph.name} has {count} blocks, too few for {pipeline} stages, or chunks of stages; give at most {count}"
+        )
     sizes = [count // pipeline + (index < count % pipeline) for index in range(pipeline)]
     ends = np.cumsum(sizes)
     parts: list[list[Stage]] = [[] for _ in sizes]
@@ -225,7 +285,7 @@ def _hidden_bytes(graph: ModelGraph) -> Affine:
     return graph.operators[next(entered)].output_bytes
 
 
-def _held_often(stage: Stage, times: int) -> Stage:
+def _held_often(stage: Stage, times: float) -> Stage:
     """A stage whose saved activations are there `times`: of micro-batches before this one, which backward awaits."""
 
     def held(trace: Trace) -> Trace:
@@ -269,7 +329,7 @@ def _in_every_trace(stage: Stage, change: Callable[[Trace], Trace]) -> Stage:
     )
 
 
-def _only(graph: ModelGraph, stages: Sequence[Stage]) -> ModelGraph:
+def _only(graph: ModelGraph, stages: Sequence[Stage], ends: Set[int]) -> ModelGraph:
     """The graph of these stages: a parameter that is tied to another stage's has the name that it has here."""
     names = dict.fromkeys(name for stage in stages for name in stage.operators)
     renamed: dict[str, Parameter] = {}
@@ -285,7 +345,7 @@ def _only(graph: ModelGraph, stages: Sequence[Stage]) -> ModelGraph:
         graph,
         parameters={parameter.name: parameter for parameter in renamed.values()},
         operators=operators,
-        stages=_numbered(changed),
+        stages=_numbered(changed, ends),
         unused=tuple(name for name in graph.unused if name in renamed),
     )
 
@@ -306,8 +366,9 @@ def _marked(trace: Trace, names: Mapping[str, str]) -> Trace:
     return Trace(segments(trace.forward), segments(trace.backward))
 
 
-def _numbered(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The first and the last stage may have messages: they are alike to no other."""
+def _numbered(stages: Sequence[Stage], ends: Set[int]) -> tuple[Stage, ...]:
+    """Those at the ends of chunks may have messages: they are alike to no other."""
     most = max(stage.alike for stage in stages)
-    ends = {0: most + 1, len(stages) - 1: most + 2}
-    return tuple(replace(stage, alike=ends.get(index, stage.alike)) for index, stage in enumerate(stages))
+    return tuple(
+        replace(stage, alike=most + 1 + index if index in ends else stage.alike) for index, stage in enumerate(stages)
+    )

@@ -4,8 +4,8 @@ One pass over the marks makes it. The collectives of a step, the two streams' cl
 positions from which memory lifetimes follow are read off these events.
 
 [Note: Issue order]
-Where a unit is entered, its gather is issued unless it was already, then that of the unit after it (see [Note:
-Prefetch] in osdp.cost.lifetimes). Where backward leaves a unit, it is reduced. The slices of a split operator are
+Where a unit is entered, its gather is issued unless it was already, then those that it issues ahead (see [Note:
+Prefetch] in osdp.cost.gather_order). Where backward leaves a unit, it is reduced. The slices of a split operator are
 pieces of their own that take turns: in forward the first one first, in backward the last one first, each reduced
 before the one before it is reached. A whole unit that has no gradient for its inputs, an embedding, is left when
 backward has ended.
@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
 from typing import NamedTuple
 
+from osdp.cost.gather_order import Place, backward_gathers, backward_order, forward_gathers
 from osdp.cost.layout import Layout
 from osdp.cost.units import Option, Unit
 from osdp.engine import Engine
 from osdp.model.graph import Mark, Segment
-from osdp.planfile import backward_order
 from osdp.sharding import FREE, REPLICATE, ShardingMode
 
 
@@ -37,9 +36,9 @@ class Do(Enum):
     """What an event does."""
 
     GATHER = "gather"  # the unsharded parameters are asked for, from what is held always
-    GATHER_AGAIN = "gather_again"  # from what forward left behind
+    GATHER_BACKWARD = "gather_again"  # from what forward left behind
     ENTER = "enter"  # computation needs the unsharded parameters: it waits for the gather and copies them out
-    ENTER_AGAIN = "enter_again"  # the same in backward, or in a second forward
+    ENTER_BACKWARD = "enter_backward"  # the same in backward, or in a second forward
     COMPUTE = "compute"  # the kernels of a stage's pass, from one mark to another
     REDUCE = "reduce"  # gradients are copied in, and their reduction begins
 
@@ -82,7 +81,7 @@ class Event:
     """One event of a stage's pass: of a `piece`, or the computation of `segments` (the first, and behind the last)."""
 
     do: Do
-    visit: int
+    stage_pass: int
     piece: Piece | None = None
     segments: tuple[int, int] = (0, 0)
 
@@ -113,10 +112,10 @@ def _slice(unit: Unit, slices: int, index: int) -> Unit:
 def schedule(layout: Layout, options: Sequence[Option], engine: Engine) -> list[Event]:
     """The events of one micro-batch, in issue order; see [Note: Issue order]."""
     walk = _Walk(layout, options, engine)
-    for number, (visit, segment, mark) in enumerate(walk.marks):
-        walk.at(visit, segment)
+    for number, (stage_pass, segment, mark) in enumerate(walk.marks):
+        walk.at(stage_pass, segment)
         if mark.name in walk.unit_of and mark.kind != "gradient":
-            act = walk.forward if visit < len(layout.shaped) else walk.backward
+            act = walk.forward if stage_pass < len(layout.staged) else walk.backward
             act(walk.unit_of[mark.name], mark, number)
     walk.finish()
     return walk.events
@@ -134,7 +133,7 @@ class _Walk:
         self.pieces = pieces_of(layout.units, options)
         self.events: list[Event] = []
         self.marks = _marks(layout)
-        self.visit = self._segment = self._computed = 0
+        self.stage_pass = self._segment = self._computed = 0
         self._lengths = [len(segments) for segments in _passes(layout)]
         self._engine = engine
         self.unit_of = {name: index for index, unit in enumerate(layout.units) for name in unit.modules}
@@ -146,44 +145,48 @@ class _Walk:
         self._inside: dict[int, set[str]] = {}  # units that forward has entered, with the modules that have yet to run
         self._closed: set[str] = set()  # modules that were the last of their units to run: backward reaches these there
         self._reached: set[int] = set()
-        turn = next(number for number, (visit, _, _) in enumerate(self.marks) if visit >= len(layout.shaped))
+        turn = next(number for number, (stage_pass, _, _) in enumerate(self.marks) if stage_pass >= len(layout.staged))
         backward = [mark for _, _, mark in self.marks[turn:]]
-        self._leave_again = self._last_leaves(turn)
+        self._leave_backward = self._last_leaves(turn)
         self._awaited = self._awaited_units(backward)
-        self._calls = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.again)
+        self._calls = Counter(mark.name for mark in backward if mark.kind == "enter" and not mark.recomputed)
         entered = sorted((place.enter, index) for index, place in enumerate(layout.places) if place.enter is not None)
         units = [layout.units[index] for _, index in entered]
         left = [self.unit_of[unit.name] for unit in backward_order(units)]
-        self._next = dict(pairwise(piece for _, index in entered for piece in self.pieces[index]))
-        self._next_back = dict(pairwise(piece for index in left for piece in reversed(self.pieces[index])))
 
-    def at(self, visit: int, segment: int) -> None:
+        def place(piece: Piece) -> Place:
+            return layout.place_of(piece.index)
+
+        self._next = forward_gathers([piece for _, index in entered for piece in self.pieces[index]], place)
+        self._next_back = backward_gathers([piece for index in left for piece in reversed(self.pieces[index])], place)
+
+    def at(self, stage_pass: int, segment: int) -> None:
         """Moves on to a segment: those before it have been computed once the next event comes."""
-        if visit != self.visit:
-            self._compute(self._lengths[self.visit])
-            self.visit, self._computed = visit, 0
+        if stage_pass != self.stage_pass:
+            self._compute(self._lengths[self.stage_pass])
+            self.stage_pass, self._computed = stage_pass, 0
         self._segment = segment
 
     def finish(self) -> None:
-        for visit in range(self.visit, len(self._lengths)):
-            self.at(visit, 0)
-            self._compute(self._lengths[visit])
+        for stage_pass in range(self.stage_pass, len(self._lengths)):
+            self.at(stage_pass, 0)
+            self._compute(self._lengths[stage_pass])
 
     def _compute(self, stop: int) -> None:
         if stop > self._computed:
-            self.events.append(Event(Do.COMPUTE, self.visit, None, (self._computed, stop)))
+            self.events.append(Event(Do.COMPUTE, self.stage_pass, None, (self._computed, stop)))
             self._computed = stop
 
     def _emit(self, do: Do, piece: Piece) -> None:
         self._compute(self._segment)
-        self.events.append(Event(do, self.visit, piece))
+        self.events.append(Event(do, self.stage_pass, piece))
 
     def _last_leaves(self, turn: int) -> dict[int, int]:
         """Units, each with the mark at which backward leaves the last of its modules."""
         return {
             self.unit_of[mark.name]: number
             for number, (_, _, mark) in enumerate(self.marks)
-            if number >= turn and mark.kind == "leave" and not mark.again and mark.name in self.unit_of
+            if number >= turn and mark.kind == "leave" and not mark.recomputed and mark.name in self.unit_of
         }
 
     def _awaited_units(self, backward: Sequence[Mark]) -> Counter[int]:
@@ -194,9 +197,9 @@ class _Walk:
         reached: set[str] = set()
         found: Counter[int] = Counter()
         for mark in backward:
-            if mark.kind == "enter" and mark.again and mark.name in reached and mark.name in self.unit_of:
+            if mark.kind == "enter" and mark.recomputed and mark.name in reached and mark.name in self.unit_of:
                 found[self.unit_of[mark.name]] += 1
-            elif mark.kind == "enter" and not mark.again:
+            elif mark.kind == "enter" and not mark.recomputed:
                 reached.add(mark.name)
         return found
 
@@ -207,10 +210,10 @@ class _Walk:
             ahead = pieces[0] in self._gathered  # its own was issued by the unit before
             for piece in pieces:
                 self._gather(piece)
-                following = self._next.get(piece)
+                following = self._next.get(piece, ())
                 if ahead and len(pieces) == 1 and self._engine.gathers_before_waiting:
                     self._prefetch(following)
-                self._emit(Do.ENTER_AGAIN if piece in self._freed else Do.ENTER, piece)
+                self._emit(Do.ENTER_BACKWARD if piece in self._freed else Do.ENTER, piece)
                 self._prefetch(following)
                 if len(pieces) > 1:
                     self._free_unless_kept(piece)
@@ -224,7 +227,7 @@ class _Walk:
 
     def backward(self, index: int, mark: Mark, number: int) -> None:
         pieces = self.pieces[index]
-        if mark.kind == "enter" and mark.again:
+        if mark.kind == "enter" and mark.recomputed:
             self._second_forward(index)
         elif mark.kind == "enter" and mark.name in self._closed:
             self._reached.add(index)
@@ -232,7 +235,7 @@ class _Walk:
             self._calls[mark.name] -= 1
             if not self._awaited[index]:
                 self._go_back(index)
-        elif number == self._leave_again.get(index) and (len(pieces) == 1 or index not in self._reached):
+        elif number == self._leave_backward.get(index) and (len(pieces) == 1 or index not in self._reached):
             for piece in pieces:  # of several only if no gradient reached the unit: see [Note: Left at the end]
                 self._reduce(piece)
 
@@ -240,9 +243,9 @@ class _Walk:
         """A second forward issues as the first did, but for the piece whose backward has begun."""
         for piece in self.pieces[index]:
             self._gather(piece)
-            self._enter_again(piece)
+            self._enter_backward(piece)
             if index not in self._reached or piece is not self.pieces[index][-1]:
-                self._prefetch(self._next.get(piece))
+                self._prefetch(self._next.get(piece, ()))
         if self._awaited[index]:
             self._awaited[index] -= 1
             if not self._awaited[index]:
@@ -250,14 +253,14 @@ class _Walk:
 
     def _reach(self, piece: Piece) -> None:
         self._gather(piece)
-        self._enter_again(piece)
-        self._prefetch(self._next_back.get(piece))
+        self._enter_backward(piece)
+        self._prefetch(self._next_back.get(piece, ()))
 
-    def _enter_again(self, piece: Piece) -> None:
+    def _enter_backward(self, piece: Piece) -> None:
         """Backward waits for a gather once: it stays until it is reduced."""
         if piece not in self._held:
             self._held.add(piece)
-            self._emit(Do.ENTER_AGAIN, piece)
+            self._emit(Do.ENTER_BACKWARD, piece)
 
     def _go_back(self, index: int) -> None:
         """The backward of slices, the last of which is reached: each is reduced before the one before it is reached."""
@@ -268,15 +271,16 @@ class _Walk:
             if not any(self._calls[name] for name in self._modules[index]):
                 self._reduce(piece)
 
-    def _prefetch(self, piece: Piece | None) -> None:
-        """Gathers the piece that follows, unless this backward is done with it."""
-        if piece is not None and piece not in self._done:
-            self._gather(piece)
+    def _prefetch(self, pieces: Sequence[Piece]) -> None:
+        """Gathers pieces that follow, unless this backward is done with them."""
+        for piece in pieces:
+            if piece not in self._done:
+                self._gather(piece)
 
     def _gather(self, piece: Piece) -> None:
         if piece not in self._gathered:
             self._gathered.add(piece)
-            self._emit(Do.GATHER_AGAIN if piece in self._freed else Do.GATHER, piece)
+            self._emit(Do.GATHER_BACKWARD if piece in self._freed else Do.GATHER, piece)
 
     def _free_unless_kept(self, piece: Piece) -> None:
         if not piece.mode.is_kept:
@@ -291,15 +295,15 @@ class _Walk:
 
 
 def _passes(layout: Layout) -> list[tuple[Segment, ...]]:
-    """The segments of every pass of a step, by visit."""
-    passes = [shaped.trace.forward for shaped in layout.shaped]
-    return passes + [shaped.trace.backward for shaped in reversed(layout.shaped)]
+    """The segments of every pass of a step, by pass."""
+    passes = [staged.trace.forward for staged in layout.staged]
+    return passes + [staged.trace.backward for staged in reversed(layout.staged)]
 
 
 def _marks(layout: Layout) -> list[tuple[int, int, Mark]]:
-    """The marks of a step, each with its visit and the segment that it opens."""
+    """The marks of a step, each with its pass and the segment that it opens."""
     return [
-        (visit, number, segment.mark)
-        for visit, segments in enumerate(_passes(layout))
+        (stage_pass, number, segment.mark)
+        for stage_pass, segments in enumerate(_passes(layout))
         for number, segment in enumerate(segments)
     ]

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from osdp.cost.buckets import carried
 from osdp.cost.graph import COMMUNICATION, COMPUTE, OPTIMIZER, StepGraph
 from osdp.cost.schedule import full_schedule
 from osdp.cost.stage_passes import PassOps, StagePasses
-from osdp.cost.time_model import BACKWARD, FORWARD, Collective, compute_time, slice_work
-from osdp.search.problem import LAST, OFTEN, UnitOption, option_seconds
+from osdp.cost.time_model import BACKWARD, FORWARD, TO_HOST, Collective, compute_time, slice_work
+from osdp.search.evaluate import option_seconds
+from osdp.search.problem import MicroBatch, UnitOption
 from osdp.search.streams import Act, Op
 
 COPY, STALL = "copy", "stall"
@@ -48,8 +50,9 @@ class Span:
 class StepTrace:
     """One micro-batch, the last of a step, and the optimizer.
 
-    `segments` has the begin and end of every segment of every visit. `step_seconds` is the whole step's, with the
-    other micro-batches.
+    `segments` has the begin and end of every segment of every pass. `step_seconds` is the whole step's, with the
+    other micro-batches. Of a split operator, spans have the first slice's collective; `sliced_seconds` are those of the
+    others, which run while the operator computes.
     """
 
     spans: tuple[Span, ...]
@@ -57,6 +60,7 @@ class StepTrace:
     optimizer: tuple[float, float]
     step_seconds: float
     slowdown: float
+    sliced_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -75,29 +79,28 @@ class StepTrace:
 def step_trace(graph: StepGraph) -> StepTrace:
     """The trace of a step; see [Note: Partial overlap]."""
     problem, _ = graph.decided
-    last = _MicroBatch(graph, LAST)
-    last.run()
+    of_kind = {kind: _MicroBatch(graph, kind) for kind, _ in problem.micro_batches}
+    for micro in of_kind.values():
+        micro.run()
+    last = list(of_kind.values())[-1]
     optimizer = sum(node.seconds for node in graph.nodes if node.kind == OPTIMIZER)
-    streamed = optimizer
-    for kind, times in problem.micro_batches:
-        micro = last if kind == LAST else _MicroBatch(graph, OFTEN)
-        if micro is not last:
-            micro.run()
-        streamed += times * micro.now
+    streamed = optimizer + sum(times * of_kind[kind].now for kind, times in problem.micro_batches)
     stated = graph.seconds
     slowdown = (stated - optimizer) / (streamed - optimizer) if streamed > optimizer else 1.0
     end = last.now * slowdown
     spans = [replace(span, start=span.start * slowdown, end=span.end * slowdown) for span in last.spans]
     name = graph.training.optimizer.name
     spans.append(Span(COMPUTE, OPTIMIZER, name, OPTIMIZER, OPTIMIZER, end, end + optimizer))
-    segments = tuple(tuple((a * slowdown, b * slowdown) for a, b in visit) for visit in last.segments)
-    return StepTrace(tuple(spans), segments, (end, end + optimizer), stated, slowdown)
+    segments = tuple(tuple((a * slowdown, b * slowdown) for a, b in stage_pass) for stage_pass in last.segments)
+    wires = sum(node.seconds for node in graph.nodes if node.stream == COMMUNICATION)
+    sliced = max(0.0, slowdown * wires - sum(span.seconds for span in spans if span.stream == COMMUNICATION))
+    return StepTrace(tuple(spans), segments, (end, end + optimizer), stated, slowdown, sliced)
 
 
 class _MicroBatch:
     """The two clocks while the operations of one micro-batch are gone through."""
 
-    def __init__(self, graph: StepGraph, kind: bool) -> None:
+    def __init__(self, graph: StepGraph, kind: MicroBatch) -> None:
         self.graph, self.kind, self.layout = graph, kind, graph.layout
         self.compute = self.wire = self.reduced = 0.0
         self.gathered: dict[object, float] = {}
@@ -105,16 +108,16 @@ class _MicroBatch:
         self.segments: list[list[tuple[float, float]]] = []
         problem, choice = graph.decided
         self.options = [
-            [(table.shapes[0].units[n][0], sharded) for n, (_, sharded) in enumerate(stage.options)]
+            [(table.variants[0].units[n][0], sharded) for n, (_, sharded) in enumerate(stage.options)]
             for table, stage in zip(problem.stages, choice, strict=True)
         ]
         first = 0
         self.first: list[int] = []  # of each stage, the place of its first unit among the layout's
-        for shaped in self.layout.shaped:
+        for staged in self.layout.staged:
             self.first.append(first)
-            first += len(shaped.units)
+            first += len(staged.units)
         engine = graph.cluster.engine
-        self.passes = StagePasses(self.layout, full_schedule(self.layout, engine), engine)
+        self.passes = StagePasses(self.layout, full_schedule(self.layout, engine), engine, carried(graph.options))
         self.phase, self.stage, self.last_reduced = FORWARD, "", ""
 
     @property
@@ -122,43 +125,46 @@ class _MicroBatch:
         return max(self.compute, self.wire)
 
     def run(self) -> None:
-        stages = range(len(self.layout.shaped))
+        stages = range(len(self.layout.staged))
         order = [(index, False) for index in stages] + [(index, True) for index in reversed(stages)]
         passes = [self.passes.of(index, backward=backward) for index, backward in order]
         for number, (index, backward) in enumerate(order):
             self.phase = BACKWARD if backward else FORWARD
-            self.stage = self.layout.shaped[index].stage.name
+            self.stage = self.layout.staged[index].stage.name
             ahead = self._ahead(order, passes, number)
-            self._visit(index, backward, passes[number], ahead)
+            self._pass(index, backward, passes[number], ahead)
         if self.wire > self.compute:
             self._stall(self.wire, self.last_reduced)
 
     def _ahead(
         self, order: Sequence[tuple[int, bool]], passes: Sequence[PassOps], number: int
-    ) -> tuple[int, int, str] | None:
-        """The unit of a later stage whose gather this visit may issue: its stage, its number, and which gather."""
+    ) -> tuple[int, tuple[int, ...], tuple[str, ...]] | None:
+        """The units of a later stage whose gathers this pass may issue: their stage, numbers, and which gather."""
         for (index, backward), ops in list(zip(order, passes, strict=True))[number + 1 :]:
             if backward != order[number][1]:
                 return None
-            if ops.pending >= 0:
-                return index, ops.pending, ops.pending_name
+            if ops.pending:
+                return index, ops.pending, ops.pending_names
         return None
 
-    def _visit(self, index: int, backward: bool, ops: PassOps, ahead: tuple[int, int, str] | None) -> None:
+    def _pass(
+        self, index: int, backward: bool, ops: PassOps, ahead: tuple[int, tuple[int, ...], tuple[str, ...]] | None
+    ) -> None:
         self.reduced = self.wire
-        pending = self.gathered.get((index, ops.pending)) if ops.pending >= 0 else None
-        self.gathered = {} if pending is None else {(index, ops.pending): pending}
-        time = compute_time(self.layout.shaped[index].trace, self.graph.cluster, self.graph.training, backward=backward)
+        pending = {(index, unit) for unit in ops.pending}
+        self.gathered = {unit: at for unit, at in self.gathered.items() if unit in pending}
+        time = compute_time(self.layout.staged[index].trace, self.graph.cluster, self.graph.training, backward=backward)
         batch = self.graph.batch
-        trace = self.layout.shaped[index].trace
+        trace = self.layout.staged[index].trace
         count = len(trace.backward if backward else trace.forward)
         shares = [time.between(segment, segment + 1, batch, batch) for segment in range(count)]
         self.segments.append([(self.compute, self.compute)] * count)
         for op, (first, stop) in ops.ops:
             if op.act is Act.ISSUE_NEXT:
                 if ahead is not None:
-                    stage, unit, name = ahead
-                    self._collective((stage, unit), (name,))
+                    stage, units, names = ahead
+                    for unit in units:
+                        self._collective((stage, unit), names)
                 continue
             unit = op.unit if isinstance(op.unit, tuple) else (index, op.unit)
             kernels = sum(shares[first:stop])
@@ -235,7 +241,7 @@ class _MicroBatch:
         if self.wire > start:
             sent = [each for each in self._collectives(unit, name) if each.seconds]
             label = self._name(unit), self.phase, self.stage
-            nbytes, group = sum(each.nbytes for each in sent), sent[0].group
+            nbytes, group = sum(each.nbytes for each in sent if each.kind != TO_HOST), sent[0].group
             self.spans.append(Span(COMMUNICATION, sent[0].kind, *label, start, self.wire, nbytes, group))
 
     def _option(self, unit: tuple[int, int]) -> tuple[UnitOption, int]:

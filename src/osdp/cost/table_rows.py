@@ -1,4 +1,4 @@
-"""The slots of a stage's visits as rows of the search's tables: what a unit holds there, and which are alike."""
+"""The slots of a stage's passes as rows of the search's tables: what a unit holds there, and which are alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cost.layout import Layout
-from osdp.cost.lifetimes import Allocation, Places, Position, forward_issue, reduction_end
+from osdp.cost.lifetimes import forward_issue, reduction_end
+from osdp.cost.positions import Allocation, Places, Position
 from osdp.cost.training import Training
 from osdp.model.graph import IntArray
 from osdp.search.problem import CrossStageUnit, Rows, UnitOption
@@ -17,7 +18,7 @@ from osdp.search.problem import CrossStageUnit, Rows, UnitOption
 
 @dataclass(frozen=True)
 class Slots:
-    visits: tuple[int, int]
+    stage_passes: tuple[int, int]
     lengths: tuple[int, int]
 
 
@@ -25,12 +26,18 @@ def value_at(allocations: Sequence[Allocation], position: Position) -> int:
     return sum(hold.nbytes for hold in allocations if hold.start <= position < hold.end)
 
 
-def visit_bytes(allocations: Sequence[Allocation], visit: int, length: int, always: int) -> IntArray:
-    """Bytes of a unit beyond `always` in every slot of a visit."""
+def pass_bytes(allocations: Sequence[Allocation], stage_pass: int, length: int, always: int) -> IntArray:
+    """Bytes of a unit beyond `always` in every slot of a pass."""
     change = np.zeros(length + 1, dtype=np.int64)
     for hold in allocations:
-        begin = 0 if hold.start.visit < visit else hold.start.slot if hold.start.visit == visit else length
-        end = length if hold.end.visit > visit else hold.end.slot if hold.end.visit == visit else 0
+        begin = (
+            0
+            if hold.start.stage_pass < stage_pass
+            else hold.start.slot
+            if hold.start.stage_pass == stage_pass
+            else length
+        )
+        end = length if hold.end.stage_pass > stage_pass else hold.end.slot if hold.end.stage_pass == stage_pass else 0
         if begin < end:
             change[min(begin, length)] += hold.nbytes
             change[min(end, length)] -= hold.nbytes
@@ -39,43 +46,45 @@ def visit_bytes(allocations: Sequence[Allocation], visit: int, length: int, alwa
 
 def is_before_last(places: Places, layout: Layout) -> bool:
     """Whether a unit of the first stage is gathered in vain by the stage after it: as if backward came to use it."""
-    last = layout.visit(0, backward=True)
-    is_first = places.enter is not None and places.enter.visit == 0 and places.leave_again is None
-    return is_first and places.issue_again is not None and places.issue_again.visit == last - 1
+    last = layout.stage_pass(0, backward=True)
+    is_first = places.enter is not None and places.enter.stage_pass == 0 and places.leave_backward is None
+    return is_first and places.issue_backward is not None and places.issue_backward.stage_pass == last - 1
 
 
 def neighbour_flags(
     layout: Layout, slots: Slots, training: Training, cluster: Cluster
 ) -> list[tuple[IntArray, IntArray, IntArray]]:
-    """For both visits: the slots with the next stage's gather, those of its issue, and those with a reduction."""
+    """For both passes: the slots with the next stage's gather, those of its issue, and those with a reduction."""
     issues: list[list[Position]] = [[], []]
     reduced: list[Position] = []
     for places in layout.places:
-        again = places.enter_again
+        again = places.enter_backward
         if again is None and is_before_last(places, layout):
-            again = Position(layout.visit(0, backward=True), 0)
+            again = Position(layout.stage_pass(0, backward=True), 0)
         for which, (issue, enter) in enumerate(
-            ((forward_issue(places, cluster), places.enter), (places.issue_again, again))
+            ((forward_issue(places, cluster), places.enter), (places.issue_backward, again))
         ):
-            if issue is None or enter is None or issue.visit < enter.visit - 1:  # far ahead: it has rows of its own
+            if (
+                issue is None or enter is None or issue.stage_pass < enter.stage_pass - 1
+            ):  # far ahead: it has rows of its own
                 continue
-            if issue.visit <= slots.visits[which] < enter.visit:
+            if issue.stage_pass <= slots.stage_passes[which] < enter.stage_pass:
                 issues[which].append(issue)
-        left = places.leave_again
+        left = places.leave_backward
         end = reduction_end(places, training, cluster)
-        if left is not None and not places.late and left.visit < slots.visits[1] <= end.visit:
+        if left is not None and not places.late and left.stage_pass < slots.stage_passes[1] <= end.stage_pass:
             reduced.append(end)
     flags = []
     for which, length in enumerate(slots.lengths):
         tail, issue, head = (np.zeros(length, dtype=np.int64) for _ in range(3))
         for position in issues[which]:
-            inside = position.visit == slots.visits[which]
+            inside = position.stage_pass == slots.stage_passes[which]
             tail[position.slot if inside else 0 :] = 1
             if inside:
                 issue[position.slot] = 1
         if which == 1:
             for position in reduced:
-                head[: position.slot if position.visit == slots.visits[1] else length] = 1
+                head[: position.slot if position.stage_pass == slots.stage_passes[1] else length] = 1
         flags.append((tail, issue, head))
     return flags
 

@@ -1,9 +1,10 @@
 """Makes the search's tables out of layouts, holds and seconds; see [Note: Problem] in osdp.search.problem.
 
 [Note: Together]
-The units of one block choose their mode, and what can be split its number of slices, together. Blocks differ from each
-other in granularity, mode, slices and recompute, so any mixture over the model remains, in steps of a block instead of
-an operator, and a person can read the plan. Outside blocks every unit chooses for itself.
+The units of one block choose their mode, and what can be split its number of slices, together; experts over a mesh
+dimension of their own, which other ranks hold, choose a mode for themselves. Blocks differ from each
+other in granularity, mode, slices, recompute and prefetch, so any mixture over the model remains, in steps of a block
+instead of an operator, and a person can read the plan. Outside blocks every unit chooses for itself.
 """
 
 from __future__ import annotations
@@ -15,10 +16,21 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cost.layout import Layout, Shape, ShapedStage, Shapes, levels
-from osdp.cost.lifetimes import Places
+from osdp.cost.layout import Layout, StageVariant, Variant, Variants, levels
+from osdp.cost.lifetimes import chunk_bytes
+from osdp.cost.offload import input_host_bytes
 from osdp.cost.option_seconds import Kernels, SliceWires, option_lines, slice_lines
-from osdp.cost.options import Growths, cross_stage_units_of, growth_rows, options_of, slices_of, together
+from osdp.cost.options import (
+    Growths,
+    cross_stage_units_of,
+    growth_rows,
+    keys_of,
+    less_counted_twice,
+    options_of,
+    slices_of,
+    together,
+)
+from osdp.cost.positions import Places
 from osdp.cost.schedule import full_schedule
 from osdp.cost.stage_passes import PassOps, StagePasses
 from osdp.cost.table_rows import SlotGroups, Slots, neighbour_flags
@@ -27,21 +39,15 @@ from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
+from osdp.planfile import Depth
 from osdp.recompute import EVERY_RECOMPUTE, Recompute
-from osdp.search.problem import (
-    CrossStageUnit,
-    Problem,
-    ShapeTable,
-    StageChoice,
-    StageTable,
-    UnitOption,
-)
-from osdp.sharding import MODES, ShardingMode
+from osdp.search.problem import CrossStageUnit, Problem, StageChoice, StageTable, UnitOption, VariantTable
+from osdp.sharding import MODES, ShardingMode, stand_ins
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be chosen: modes, splitting, recompute, granularity, exchange on two levels, and what is pinned.
+    """What may be chosen: modes, splitting, recompute, granularity, two levels, depth of prefetch, and what is pinned.
 
     A block that can be recomputed in none of the ways in `recompute` chooses from those it has.
     """
@@ -51,8 +57,10 @@ class Rules:
     recompute: tuple[Recompute, ...] = EVERY_RECOMPUTE
     granularities: tuple[str, ...] | None = None
     two_levels: bool = True
+    prefetch: tuple[Depth, ...] = (1, 2)  # depth one always may be; see [Note: Depth] in osdp.cost.gather_order
     only_reduced_once: bool = False  # where micro-batches are accumulated, as a pipeline's schedule does
     pins: Mapping[str, str] | None = None
+    offload: bool = False  # units, and inputs of blocks that are recomputed in full, may be held on the host
 
     def modes_of(self, unit: Unit, operators: Sequence[str], cluster: Cluster) -> tuple[ShardingMode, ...]:
         allowed = tuple(mode for mode in modes_for(cluster) if mode in self.modes)
@@ -70,9 +78,10 @@ class Tables:
 
     def __init__(self, graph: ModelGraph, cluster: Cluster, training: Training, rules: Rules) -> None:
         self.graph, self.cluster, self.training, self.rules = graph, cluster, training, rules
-        self.shapes = Shapes(graph)
+        self.variants = Variants(graph)
+        self._has_experts = any(operator.experts > 1 for operator in graph.operators.values())
         self._check_rules()
-        self._made: dict[object, list[_MadeShape]] = {}
+        self._made: dict[object, list[_MadeVariant]] = {}
         self._stages = [self._stage(index) for index in range(len(graph.stages))]
 
     def _check_rules(self) -> None:
@@ -92,7 +101,7 @@ class Tables:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(f"pin {pattern!r} matches no operator; names look like {names[1]!r} and {names[-1]!r}")
 
-    def _stage(self, index: int) -> list[_MadeShape]:
+    def _stage(self, index: int) -> list[_MadeVariant]:
         stage = self.graph.stages[index]
         ends = index == 0, index + 1 == len(self.graph.stages)
         pinned = tuple(
@@ -102,8 +111,8 @@ class Tables:
         )
         key = (stage.alike, ends, pinned, self._is_gathered_ahead(index)) if stage.is_block else ("outside", index)
         if key not in self._made:
-            made = [_MadeShape.of(self, index, shape) for shape in self._allowed(index)]
-            usable = [shape for shape in made if all(shape.options)]
+            made = [_MadeVariant.of(self, index, variant) for variant in self._allowed(index)]
+            usable = [variant for variant in made if all(variant.options)]
             if not usable:
                 raise UsageError(f"the pins leave no way to hold {stage.name}; drop one, or allow finer granularity")
             self._made[key] = usable
@@ -115,25 +124,31 @@ class Tables:
         first = [units[0] for stage in behind for units in stage_units(self.graph, stage).values() if units]
         return not is_any_unused(self.graph, first)
 
-    def _allowed(self, index: int) -> list[Shape]:
+    def _allowed(self, index: int) -> list[Variant]:
         stage = self.graph.stages[index]
-        shapes = self.shapes.of(index)
+        variants = self.variants.of(index)
         if not stage.is_block:  # what matters there is whether some block is recomputed
             some = {bool(how) for how in self.rules.recompute}
-            return [s for s in shapes if bool(s.recompute) in some] or shapes
+            return [s for s in variants if bool(s.recompute) in some] or variants
         wanted = self.rules.granularities
-        shapes = [s for s in shapes if wanted is None or s.granularity in wanted or s.granularity == WHOLE]
-        return [s for s in shapes if s.recompute in self.rules.recompute] or shapes
+        variants = [s for s in variants if wanted is None or s.granularity in wanted or s.granularity == WHOLE]
+        depths = self.rules.prefetch if self.cluster.overlap > 0 else ()  # where nothing overlaps it gains nothing
+        variants = [s for s in variants if s.prefetch == 1 or s.prefetch in depths]
+        on_device = [s for s in variants if s.recompute is not Recompute.ON_HOST]
+        allowed = [s for s in on_device if s.recompute in self.rules.recompute] or on_device
+        if not self.rules.offload or Recompute.FULL not in self.rules.recompute:
+            return allowed
+        return allowed + [s for s in variants if s.recompute is Recompute.ON_HOST]
 
     @property
     def num_options(self) -> int:
-        """Options of all units of all stages in all their shapes."""
-        return sum(len(unit) for made in self._stages for shape in made for unit in shape.options)
+        """Options of all units of all stages in all their variants."""
+        return sum(len(unit) for made in self._stages for variant in made for unit in variant.options)
 
     @property
-    def variants(self) -> list[bool | None]:
+    def recompute_cases(self) -> list[bool | None]:
         """Problems to search: where stages outside blocks differ once some block is recomputed, one for either case."""
-        again = {bool(s.shaped.shape.recompute) for made in self._stages for s in made if not s.shaped.stage.is_block}
+        again = {bool(s.staged.variant.recompute) for made in self._stages for s in made if not s.staged.stage.is_block}
         return [False, True] if True in again else [None]
 
     def problem(
@@ -147,20 +162,22 @@ class Tables:
     ) -> Problem:
         """The tables at a batch size; with `time_batch`, the seconds are those of another one.
 
-        `recomputed` is one of the variants.
+        `recomputed` is one of the cases.
         """
         assert (accumulation > 1) == (self.training.accumulation > 1)
-        kinds: dict[int, tuple[int, tuple[ShapeTable, ...]]] = {}
+        kinds: dict[int, tuple[int, tuple[VariantTable, ...]]] = {}
         stages = []
         for made in self._stages:
             if id(made) not in kinds:
-                allowed = [shape for shape in made if shape.allowed(recomputed)] or made
-                tables = tuple(shape.table(batch, time_batch or batch) for shape in allowed)
+                allowed = [variant for variant in made if variant.allowed(recomputed)] or made
+                tables = tuple(variant.table(batch, time_batch or batch) for variant in allowed)
                 kinds[id(made)] = len(kinds), tables
             number, tables = kinds[id(made)]
             stages.append(StageTable(tables, number))
         constant = self.graph.constant_bytes(batch, on_cpu=self.cluster.device.is_cpu)
-        return Problem(tuple(stages), constant, limit, self.cluster.overlap, accumulation)
+        stepping = chunk_bytes(self.graph, self.training)
+        host_limit = self.cluster.host_limit_bytes // self.cluster.devices_per_node if self.rules.offload else None
+        return Problem(tuple(stages), constant, limit, self.cluster.overlap, accumulation, stepping, host_limit)
 
     def uniform(self, problem: Problem, way: Uniform) -> tuple[StageChoice, ...] | None:
         """The choice that holds every unit in one way; None where the problem has it not."""
@@ -168,7 +185,10 @@ class Tables:
         for table in problem.stages:
             found = None
             for how in (way.recompute, Recompute.NONE):  # a block that cannot be recomputed is not
-                tried = (_uniform(n, shape, replace(way, recompute=how)) for n, shape in enumerate(table.shapes))
+                tried = (
+                    _uniform(n, variant, replace(way, recompute=how), self._has_experts)
+                    for n, variant in enumerate(table.variants)
+                )
                 found = found or next(filter(None, tried), None)
             if found is None:
                 return None
@@ -177,17 +197,17 @@ class Tables:
 
     def read(self, problem: Problem, choice: Sequence[StageChoice]) -> tuple[Layout, list[Option]]:
         """A choice as a layout and the option of each of its units."""
-        shapes: list[Shape] = []
+        variants: list[Variant] = []
         options: list[Option] = []
         for table, stage in zip(problem.stages, choice, strict=True):
-            shape = table.shapes[stage.shape]
-            assert isinstance(shape.key, Shape)
-            shapes.append(shape.key)
-            for unit, (option, sharded) in zip(shape.units, stage.options, strict=True):
+            variant = table.variants[stage.variant]
+            assert isinstance(variant.key, Variant)
+            variants.append(variant.key)
+            for unit, (option, sharded) in zip(variant.units, stage.options, strict=True):
                 chosen = unit[option]
                 assert isinstance(chosen.key, tuple)
                 options += [replace(key, sharded=sharded) if chosen.slices > 1 else key for key in chosen.key]
-        return self.shapes.layout(shapes), options
+        return self.variants.layout(variants), options
 
 
 @dataclass(frozen=True)
@@ -199,36 +219,46 @@ class Uniform:
     reduce_once: bool
 
 
-def _uniform(number: int, shape: ShapeTable, way: Uniform) -> StageChoice | None:
-    key = shape.key
-    assert isinstance(key, Shape)
+def _uniform(number: int, variant: VariantTable, way: Uniform, has_experts: bool) -> StageChoice | None:
+    """Experts over a dimension of their own may not have the way's mode: then they are in the nearest one."""
+    modes = stand_ins(way.mode) if has_experts else (way.mode,)
+    key = variant.key
+    assert isinstance(key, Variant)
     if key.granularity == WHOLE and key.recompute != way.recompute:
         return None
-    if key.granularity not in (WHOLE, OPERATORS) or (key.granularity == OPERATORS and shape.is_block):
+    if key.granularity not in (WHOLE, OPERATORS) or (key.granularity == OPERATORS and variant.is_block):
         return None
     options = []
-    for unit in shape.units:
+    for unit in variant.units:
         fits = [
             o
             for o, option in enumerate(unit)
             if all(
-                (each.mode, each.slices, each.two_levels, each.all_reduce_once) == (way.mode, 1, False, False)
+                (each.slices, each.two_levels, each.all_reduce_once) == (1, False, False)
+                and each.mode in modes
+                and not (each.gather_once or each.offload)
                 and each.reduce_once in (way.reduce_once, False)
-                for each in _keys(option)
+                for each in keys_of(option)
             )
         ]
         if not fits:
             return None
-        best = max(fits, key=lambda o: all(each.reduce_once == way.reduce_once for each in _keys(unit[o])))
+        best = max(
+            fits,
+            key=lambda o: (
+                -sum(modes.index(each.mode) for each in keys_of(unit[o])),
+                all(each.reduce_once == way.reduce_once for each in keys_of(unit[o])),
+            ),
+        )
         options.append((best, 1))
     return StageChoice(number, tuple(options))
 
 
 @dataclass
-class _MadeShape:
-    """A stage's shape with everything that does not depend on the batch size."""
+class _MadeVariant:
+    """A stage's variant with everything that does not depend on the batch size."""
 
-    shaped: ShapedStage
+    staged: StageVariant
     options: tuple[tuple[UnitOption, ...], ...]
     cross_stage_units: tuple[CrossStageUnit, ...]
     growths: tuple[Mapping[object, Growths], ...]  # of every unit, by the keys of its split options
@@ -242,26 +272,33 @@ class _MadeShape:
     workspaces: bool  # see [Note: Workspaces] in osdp.model.kernels
 
     @staticmethod
-    def of(tables: Tables, index: int, shape: Shape) -> _MadeShape:
-        layout, index = _around(tables.shapes, index, shape)
-        shaped = layout.shaped[index]
-        visits = layout.visit(index, False), layout.visit(index, True)
-        lengths = 3 * len(shaped.trace.forward), 3 * len(shaped.trace.backward)
-        slots = Slots(visits, lengths)
-        first = sum(len(other.units) for other in layout.shaped[:index])
-        all_places = layout.places[first : first + len(shaped.units)]
+    def of(tables: Tables, index: int, variant: Variant) -> _MadeVariant:
+        layout, index = _around(tables.variants, index, variant)
+        staged = layout.staged[index]
+        stage_passes = layout.stage_pass(index, False), layout.stage_pass(index, True)
+        lengths = 3 * len(staged.trace.forward), 3 * len(staged.trace.backward)
+        slots = Slots(stage_passes, lengths)
+        first = sum(len(other.units) for other in layout.staged[:index])
+        all_places = layout.places[first : first + len(staged.units)]
         options = tuple(
             tuple(options_of(tables, layout, unit, places, slots))
-            for unit, places in zip(shaped.units, all_places, strict=True)
+            for unit, places in zip(staged.units, all_places, strict=True)
         )
-        alone = [((unit,), (places,)) for unit, places in zip(shaped.units, all_places, strict=True)]
+        alone = [((unit,), (places,)) for unit, places in zip(staged.units, all_places, strict=True)]
         wires = {
             (number, key): option_lines(unit, key, places, tables.training, tables.cluster)[1]
-            for number, (unit, places) in enumerate(zip(shaped.units, all_places, strict=True))
-            for key in {replace(key, sharded=1) for o in options[number] for key in _keys(o) if key.slices > 1}
+            for number, (unit, places) in enumerate(zip(staged.units, all_places, strict=True))
+            for key in {replace(key, sharded=1) for o in options[number] for key in keys_of(o) if key.slices > 1}
         }
-        if shaped.stage.is_block and len(shaped.units) > 1:
-            options, alone = (tuple(together(options)),), [(shaped.units, tuple(all_places))]
+        is_experts = [unit.experts > 1 for unit in staged.units]
+        if staged.stage.is_block and len(staged.units) > 1:
+            options, alone = (
+                (tuple(together(options, is_experts)),),
+                [(staged.units, tuple(all_places))],
+            )
+        if variant.prefetch > 1:
+            (block,) = options
+            options = (tuple(less_counted_twice(tables, staged.units, all_places, o, slots) for o in block),)
         growths = [
             {o.key: growth_rows(layout, *held, o.key, slots) for o in unit if slices_of(o) > 1}
             for held, unit in zip(alone, options, strict=True)
@@ -270,9 +307,9 @@ class _MadeShape:
         flags = neighbour_flags(layout, slots, tables.training, tables.cluster)
         grown = [[each[which] for unit in growths for each in unit.values()] for which in (0, 1)]
         groups = [SlotGroups.of(options, cross_stage_units, grown[which], which, flags[which]) for which in (0, 1)]
-        training = tables.training.of_stage(is_block=shaped.stage.is_block)
-        return _MadeShape(
-            shaped,
+        training = tables.training.of_stage(is_block=staged.stage.is_block)
+        return _MadeVariant(
+            staged,
             tuple(tuple(_regrouped(option, groups) for option in unit) for unit in options),
             tuple(
                 replace(
@@ -288,8 +325,8 @@ class _MadeShape:
             ),
             groups[0],
             groups[1],
-            compute_time(shaped.trace, tables.cluster, training, backward=False),
-            compute_time(shaped.trace, tables.cluster, training, backward=True),
+            compute_time(staged.trace, tables.cluster, training, backward=False),
+            compute_time(staged.trace, tables.cluster, training, backward=True),
             _passes(layout, index, tables.cluster),
             tuple(all_places),
             wires,
@@ -297,12 +334,12 @@ class _MadeShape:
         )
 
     def allowed(self, recomputed: bool | None) -> bool:
-        """Whether this shape occurs where some block is recomputed, or where none is."""
-        shape = self.shaped.shape
-        return recomputed in (None, bool(shape.recompute)) or (bool(recomputed) and self.shaped.stage.is_block)
+        """Whether this variant occurs where some block is recomputed, or where none is."""
+        variant = self.staged.variant
+        return recomputed in (None, bool(variant.recompute)) or (bool(recomputed) and self.staged.stage.is_block)
 
-    def table(self, batch: int, time_batch: int) -> ShapeTable:
-        trace = self.shaped.trace
+    def table(self, batch: int, time_batch: int) -> VariantTable:
+        trace = self.staged.trace
         forward, kept = self.forward.rows(levels(trace.forward, batch, workspaces=self.workspaces))
         backward, kept_again = self.backward.rows(levels(trace.backward, batch, workspaces=self.workspaces))
         # at another batch the seconds bound those of all sizes in between; see [Note: Interval] in osdp.search.batches
@@ -312,10 +349,10 @@ class _MadeShape:
         ]
         times = self.forward_time, self.backward_time
         kernels = [Kernels.of(places, *times, batch, time_batch) for places in self.places]
-        return ShapeTable(
-            key=self.shaped.shape,
-            is_block=self.shaped.stage.is_block,
-            is_whole=self.shaped.shape.granularity == WHOLE or not self.shaped.stage.is_block,
+        return VariantTable(
+            key=self.staged.variant,
+            is_block=self.staged.stage.is_block,
+            is_whole=self.staged.variant.granularity == WHOLE or not self.staged.stage.is_block,
             units=tuple(
                 tuple(
                     self._timed(number, _at_batch(o, growths.get(o.key), kept, kept_again, batch), kernels)
@@ -327,6 +364,7 @@ class _MadeShape:
             backward=backward,
             saved=trace.forward_delta.at(batch),
             freed=trace.backward_delta.at(batch),
+            host=input_host_bytes(trace, batch),
             forward_pass=passes[0],
             backward_pass=passes[1],
             cross_stage_units=tuple(
@@ -346,7 +384,7 @@ class _MadeShape:
                 return option
             parts = tuple((self._timed(n, part, kernels), k) for n, (part, k) in enumerate(option.parts))
             return replace(option, parts=parts)
-        (key,) = _keys(option)
+        (key,) = keys_of(option)
         if key.slices == 1:
             return option
         wires = self.wires[unit, replace(key, sharded=1)]
@@ -356,19 +394,14 @@ class _MadeShape:
 _NEIGHBOURS = 2  # on either side of a block: what it costs depends on no more of them
 
 
-def _around(shapes: Shapes, index: int, shape: Shape) -> tuple[Layout, int]:
-    """A layout in which a stage has this shape, and the stage's place in it; of blocks only the nearest are there."""
-    stages = shapes.graph.stages
+def _around(variants: Variants, index: int, variant: Variant) -> tuple[Layout, int]:
+    """A layout in which a stage has this variant, and the stage's place in it; of blocks only the nearest are there."""
+    stages = variants.graph.stages
     kept = [n for n, stage in enumerate(stages) if not (stages[index].is_block and stage.is_block)]
     kept = sorted({*kept, *range(max(0, index - _NEIGHBOURS), min(len(stages), index + _NEIGHBOURS + 1))})
-    plainest = shapes.plainest()
-    plainest[index] = shape
-    return Layout(shapes.graph, [shapes.shaped(n, plainest[n]) for n in kept]), kept.index(index)
-
-
-def _keys(option: UnitOption) -> tuple[Option, ...]:
-    assert isinstance(option.key, tuple)
-    return option.key
+    plainest = variants.plainest()
+    plainest[index] = variant
+    return Layout(variants.graph, [variants.staged(n, plainest[n]) for n in kept]), kept.index(index)
 
 
 def _passes(layout: Layout, index: int, cluster: Cluster) -> tuple[PassOps, PassOps]:

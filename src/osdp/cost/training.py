@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from types import MappingProxyType
 
 from osdp.errors import UsageError
@@ -27,12 +29,39 @@ class Precision:
     reduce_dtype: str  # the default for gradients on the wire
 
 
+class StateFormat(Enum):
+    """How an optimizer holds a state of a parameter."""
+
+    COPY = "copy"  # in the parameter's dtype
+    BF16 = "bf16"
+    BLOCKS = "8 bit"  # a byte for every element and one fp32 number for every 256 in a row; vectors are copies
+    FACTORS = "factors"  # one number for every row and one for every column; vectors are copies
+
+    def nbytes(self, shape: Sequence[int], master_bytes: int) -> int:
+        """Bytes of one state of a rank's part of a parameter."""
+        numel, is_matrix = math.prod(shape), len(shape) > 1
+        if self is StateFormat.BF16:
+            return 2 * numel
+        if self is StateFormat.BLOCKS and is_matrix and shape[-1] % BLOCK_NUMEL == 0:
+            return numel + 4 * (numel // BLOCK_NUMEL)
+        if self is StateFormat.FACTORS and is_matrix:
+            return (numel // shape[-1] + numel // shape[-2]) * master_bytes if numel else 0
+        return numel * master_bytes
+
+
+BLOCK_NUMEL = 256  # elements with one scale, as in "8-bit Optimizers via Block-wise Quantization" (2021)
+CHUNK_NUMEL = 1 << 20  # elements that osdp's own optimizers step at a time
+
+
 @dataclass(frozen=True)
 class OptimizerCost:
     """Copies of a rank's parameters that an optimizer keeps (`states`) and needs while it steps (`temporaries`).
 
     `passes` counts how often a step reads or writes one copy: its time, as it is bound by memory bandwidth.
-    `counters` is the bytes of the step counter that it keeps for every parameter.
+    `counters` is the bytes of the numbers that it keeps for every parameter, such as steps. States are held in
+    `format`. One that steps by chunks needs `chunk_temporaries` fp32 copies of one chunk. With `is_whole` a step looks
+    at rows of a parameter, not at single elements, so that operators are not split into slices. `exchanges` says that
+    ranks add up the factors of its states.
     """
 
     name: str
@@ -40,6 +69,23 @@ class OptimizerCost:
     temporaries: int
     passes: int
     counters: int
+    format: StateFormat = StateFormat.COPY
+    chunk_temporaries: int = 0
+    is_whole: bool = False
+    exchanges: bool = False
+
+    def state_bytes(self, shape: Sequence[int], master_bytes: int) -> int:
+        """Bytes that are kept for a rank's part of a parameter."""
+        return self.states * self.format.nbytes(shape, master_bytes) + self.counters
+
+    def temporary_bytes(self, shape: Sequence[int], master_bytes: int) -> int:
+        """Bytes that a step of all parameters needs for this one, beside those of a chunk."""
+        factors = 2 * self.format.nbytes(shape, master_bytes) if self.exchanges else 0  # this rank's, and their sums
+        return self.temporaries * math.prod(shape) * master_bytes + factors
+
+    def chunk_bytes(self, largest_numel: int) -> int:
+        """Bytes for one chunk while it steps; no chunk has more elements than the largest parameter."""
+        return self.chunk_temporaries * 4 * min(CHUNK_NUMEL, largest_numel)
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
@@ -58,19 +104,50 @@ OPTIMIZERS: Mapping[str, OptimizerCost] = MappingProxyType(
     {
         "adamw": OptimizerCost("adamw", states=2, temporaries=1, passes=20, counters=4),
         "adamw-fused": OptimizerCost("adamw-fused", states=2, temporaries=0, passes=7, counters=4),
-        "sgd": OptimizerCost("sgd", states=0, temporaries=0, passes=3, counters=0),
-        "sgd-momentum": OptimizerCost("sgd-momentum", states=1, temporaries=0, passes=8, counters=0),
+        "sgd": OptimizerCost("sgd", states=0, temporaries=0, passes=5, counters=0),
+        "sgd-momentum": OptimizerCost("sgd-momentum", states=1, temporaries=0, passes=11, counters=0),
         "lion": OptimizerCost("lion", states=1, temporaries=1, passes=13, counters=0),
         "adagrad": OptimizerCost("adagrad", states=1, temporaries=2, passes=16, counters=4),
+        "adam": OptimizerCost("adam", states=2, temporaries=1, passes=21, counters=4),
+        "nadam": OptimizerCost("nadam", states=2, temporaries=1, passes=24, counters=8),
+        "radam": OptimizerCost("radam", states=2, temporaries=1, passes=24, counters=4),
+        "adamax": OptimizerCost("adamax", states=2, temporaries=1, passes=19, counters=4),
+        "adadelta": OptimizerCost("adadelta", states=2, temporaries=3, passes=30, counters=4),
+        "rmsprop": OptimizerCost("rmsprop", states=1, temporaries=2, passes=16, counters=4),
+        "adamw-bf16": OptimizerCost(
+            "adamw-bf16", states=2, temporaries=0, passes=27, counters=4, format=StateFormat.BF16, chunk_temporaries=2
+        ),
+        "adamw-8bit": OptimizerCost(
+            "adamw-8bit",
+            states=2,
+            temporaries=0,
+            passes=42,
+            counters=4,
+            format=StateFormat.BLOCKS,
+            chunk_temporaries=4,
+            is_whole=True,
+        ),
+        "adafactor": OptimizerCost(
+            "adafactor",
+            states=1,
+            temporaries=0,
+            passes=28,
+            counters=4,
+            format=StateFormat.FACTORS,
+            chunk_temporaries=1,
+            is_whole=True,
+            exchanges=True,
+        ),
     }
 )
 TIMED_OPTIMIZERS = ("adamw", "adamw-fused", "sgd", "sgd-momentum")  # by `osdp profile`; others by their passes
 
-_WHOLE = "a step of it needs whole matrices, and ranks hold shards"
 REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     {
-        "adafactor": f"{_WHOLE}: means over rows and columns, and norms; choose adagrad or lion for fewer states",
-        "muon": f"{_WHOLE}: it orthogonalizes each; choose adamw, or lion for fewer states",
+        "muon": "it orthogonalizes whole matrices, for each of which DTensor exchanges 11 to 16 times a step: traffic"
+        " that no plan has; choose adamw, or adafactor for fewer states",
+        "rprop": "its step copies lists of shards, which DTensor cannot (aten._foreach_copy_); choose adamw or lion",
+        "asgd": "its step fails where parameters lie on several meshes, as plans place them; choose sgd or adamw",
         "lbfgs": "it evaluates the loss several times a step, which no plan has; choose adamw",
         "sparseadam": "it is for sparse gradients, and FSDP2 reduces dense ones; choose adam",
     }

@@ -6,16 +6,17 @@ operator. A unit holds the parameters below its modules that no deeper unit hold
 
 [Note: Granularity]
 A block is gathered whole, by its parts, or by its operators; what is too small to be gathered alone stays with the
-block. Outside blocks every operator is a unit. Operators with tied parameters make one unit. A block with an operator
-that no gradient reaches is gathered whole where that operator would be a unit: backward never enters such a unit, which
-therefore would not issue the next one's gather.
+block. Outside blocks every operator is a unit. Operators with tied parameters make one unit. Experts over a mesh
+dimension of their own are units at every granularity: other ranks hold them than the rest of a block. A block with an
+operator that no gradient reaches is gathered whole where that operator would be a unit: backward never enters such a
+unit, which therefore would not issue the next one's gather.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from osdp.cluster import Cluster
@@ -33,7 +34,10 @@ LARGE_NUMEL = 1 << 22  # operators from this size on may be split
 
 @dataclass(frozen=True)
 class Option:
-    """How one unit is held: of `slices` slices, `sharded` in `mode`, the others replicated; see `PlanUnit`."""
+    """How one unit is held: of `slices` slices, `sharded` in `mode`, the others replicated; see `PlanUnit`.
+
+    Its all-reduce `carries` so many elements of units that are `reduced_with` it; see osdp.cost.buckets.
+    """
 
     mode: ShardingMode
     slices: int = 1
@@ -41,6 +45,10 @@ class Option:
     reduce_once: bool = False
     two_levels: bool = False
     all_reduce_once: bool = False
+    offload: bool = False  # see [Note: Offload] in osdp.cost.offload
+    reduced_with: str | None = None
+    carries: int = 0
+    gather_once: bool = False
 
     @property
     def held(self) -> list[tuple[ShardingMode, int]]:
@@ -52,6 +60,10 @@ class Option:
     def defers(self, mode: ShardingMode) -> bool:
         """Whether slices that are held in `mode` are all-reduced across nodes in the last micro-batch only."""
         return self.all_reduce_once and mode.is_reduced_across
+
+    def stays_gathered(self, accumulation: int) -> bool:
+        """Whether the gathered copy lives from the first of several micro-batches to the last."""
+        return self.gather_once and self.mode.is_kept and accumulation > 1
 
     def crosses(self, mode: ShardingMode) -> bool:
         """Whether slices that are held in `mode` are exchanged on two levels."""
@@ -70,7 +82,7 @@ class Sizes:
     reduced: int
     trained: int
     gradients: tuple[tuple[str, int], ...]  # elements of each trained parameter, not padded
-    shards: tuple[tuple[str, int], ...]  # elements that a rank has of each trained parameter
+    shards: tuple[tuple[str, tuple[int, ...]], ...]  # the shape that a rank has of each trained parameter
     tensors: tuple[int, ...]  # gathered elements of each parameter
     moved: int  # gathered elements
     moved_gradients: tuple[tuple[str, int], ...]
@@ -99,13 +111,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit; see [Note: Unit]. `split_dim` is -1 where it cannot be split."""
+    """A unit; see [Note: Unit]. `split_dim` is -1 where it cannot be split.
+
+    Above 1, so many ranks share the `experts` of which it has one rank's.
+    """
 
     name: str
     modules: tuple[str, ...]
     block: str | None
     parameters: tuple[Parameter, ...]
     split_dim: int = -1
+    experts: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -118,7 +134,11 @@ class Unit:
     @cached_property
     def key(self) -> tuple[object, ...]:
         """Equal for units that cost the same."""
-        return tuple((p.shape, p.trainable) for p in self.parameters), self.split_dim
+        return tuple((p.shape, p.trainable) for p in self.parameters), self.split_dim, self.experts
+
+    def held_by(self, cluster: Cluster) -> Cluster:
+        """The ranks of a plan that share this unit, or have copies of it: all, but of experts."""
+        return cluster if self.experts == 1 else with_same_experts(cluster, self.experts)
 
     def sizes(self, mode: ShardingMode, cluster: Cluster, slices: int = 1) -> Sizes:
         shapes = tuple((p.name, self._sliced(p.shape, slices), p.trainable) for p in self.parameters)
@@ -154,7 +174,7 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
             reduced += shard * ranks
             trained += shard
             gradients.append((name, numel))
-            shards.append((name, shard))
+            shards.append((name, (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :]) if shape else (1,)))
             padded += shard * ranks if shard * ranks != numel else 0
             largest = max(largest, shard * ranks)
             if dim:
@@ -172,6 +192,15 @@ def _sizes(shapes: tuple[tuple[str, tuple[int, ...], bool], ...], ranks: int, fi
         padded=padded,
         largest=largest,
     )
+
+
+@lru_cache(maxsize=64)
+def with_same_experts(cluster: Cluster, experts: int) -> Cluster:
+    """The ranks that hold the same experts, where so many ranks of every node share them, and their network."""
+    here = cluster.devices_per_node // experts
+    share = cluster.network.bytes_per_second * here / cluster.devices_per_node
+    network = replace(cluster.network, bytes_per_second=share)
+    return replace(cluster, devices_per_node=here, network=network, measured=(), stages=())
 
 
 def modes_for(cluster: Cluster) -> tuple[ShardingMode, ...]:
@@ -200,10 +229,11 @@ def stage_units(graph: ModelGraph, stage: Stage) -> dict[Granularity, tuple[Unit
         for part in stage.parts
         if not any((name + ".").startswith(part + ".") for name in _tied_owners(operators, tied))
     ]
+    experts = [op.name for op in operators if op.experts > 1]
     choices: dict[Granularity, list[str]] = {WHOLE: [], PARTS: parts, OPERATORS: large}
     found: dict[Granularity, tuple[Unit, ...]] = {}
     for granularity, modules in choices.items():
-        units = _block_units(graph, stage, modules)
+        units = _block_units(graph, stage, list(dict.fromkeys([*modules, *experts])))
         if granularity == WHOLE or (units not in found.values() and len(units) > 1 and not is_any_unused(graph, units)):
             found[granularity] = units
     return found
@@ -235,7 +265,7 @@ def _block_units(graph: ModelGraph, stage: Stage, modules: Sequence[str]) -> tup
                 seen.add(parameter)
                 held[owner].append(graph.parameters[parameter])
     return tuple(
-        Unit(name, (name,), stage.name, tuple(held[name]), _split_dim(graph, name, held[name]))
+        Unit(name, (name,), stage.name, tuple(held[name]), _split_dim(graph, name, held[name]), _experts(graph, name))
         for name in sorted(held, key=lambda name: entered.get(name, 0))
         if held[name] and name in entered
     )
@@ -244,6 +274,11 @@ def _block_units(graph: ModelGraph, stage: Stage, modules: Sequence[str]) -> tup
 def _split_dim(graph: ModelGraph, name: str, parameters: Sequence[Parameter]) -> int:
     operator = graph.operators.get(name)
     return operator.split_dim if operator is not None and len(operator.parameters) == len(parameters) else -1
+
+
+def _experts(graph: ModelGraph, name: str) -> int:
+    operator = graph.operators.get(name)
+    return 1 if operator is None else operator.experts
 
 
 def _enter_order(stage: Stage) -> Mapping[str, int]:
@@ -273,7 +308,7 @@ def _outside_units(graph: ModelGraph, stage: Stage) -> tuple[Unit, ...]:
         names = dict.fromkeys([*(p for member in group for p in graph.operators[member].parameters), *idle])
         parameters = tuple(graph.parameters[p] for p in names)
         split_dim = graph.operators[name].split_dim if len(group) == 1 else -1
-        units.append(Unit(name, tuple(group), None, parameters, split_dim))
+        units.append(Unit(name, tuple(group), None, parameters, split_dim, _experts(graph, name)))
     return tuple(units)
 
 

@@ -51,6 +51,8 @@ def _changed(plan: Plan, *, mode: str, recompute: Recompute = Recompute.NONE, sp
             two_levels=False,
             reduce_once=False,
             all_reduce_once=False,
+            offload=False,
+            gather_once=False,
         )
         for unit in plan.units
     ]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from osdp.accelerator import DeviceCalls, group_backend, running_engine
-from osdp.api import plan_graph
 from osdp.cluster import KINDS, Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
@@ -21,6 +20,7 @@ from osdp.doctor.report import Check, MeasuredLink, MeasuredPeak, Report
 from osdp.doctor.subject import Subject, sizeable, small
 from osdp.errors import UsageError
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.profiling.bench import Bench
 from osdp.profiling.collectives import Carrier, groups_of
 from osdp.profiling.machine import look_around

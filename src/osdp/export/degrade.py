@@ -86,10 +86,36 @@ def without_two_levels(plan: Plan) -> tuple[Plan, str | None]:
     return _with(plan, [replace(unit, two_levels=False) for unit in plan.units]), said
 
 
+def without_inputs_on_host(plan: Plan) -> tuple[Plan, str | None]:
+    there = {unit.block for unit in plan.units if unit.recompute is Recompute.ON_HOST}
+    units = [replace(u, recompute=Recompute.FULL) if u.block in there and u.block else u for u in plan.units]
+    count = f"{len(there)} block" if len(there) == 1 else f"{len(there)} blocks"
+    said = f"the inputs of {count} on the host: they are on the device" if there else None
+    return _with(plan, units), said
+
+
+def without_host(plan: Plan) -> tuple[Plan, str | None]:
+    there = [unit for unit in plan.units if unit.offload]
+    said = f"{_units(len(there))} on the host: they are on the device" if there else None
+    return _with(plan, [replace(unit, offload=False) for unit in plan.units]), said
+
+
+def without_joined_reductions(plan: Plan) -> tuple[Plan, str | None]:
+    joined = sum(len(names) for names in plan.buckets.values())
+    said = f"{_units(joined)} reduced in {plan.all_reduces}: each is reduced by itself" if joined else None
+    return _with(plan, [replace(unit, reduced_with=None) for unit in plan.units]), said
+
+
 def without_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
     late = [unit for unit in plan.units if unit.reduce_once or unit.all_reduce_once]
     said = f"one reduction a step of {_units(len(late))}: every micro-batch is reduced" if late else None
     return _with(plan, [replace(unit, reduce_once=False, all_reduce_once=False) for unit in plan.units]), said
+
+
+def without_lasting_gathers(plan: Plan) -> tuple[Plan, str | None]:
+    own = [unit for unit in plan.units if unit.gather_once]
+    said = f"one gather a step of {_units(len(own))}: every micro-batch gathers" if own else None
+    return _with(plan, [replace(unit, gather_once=False) for unit in plan.units]), said
 
 
 def all_late_reductions(plan: Plan) -> tuple[Plan, str | None]:
@@ -110,15 +136,19 @@ def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
         if unit.block is None:
             units[unit.name] = unit
         elif unit.block not in units:
-            units[unit.block] = replace(unit, name=unit.block, modules=(unit.block,), granularity="whole")
+            units[unit.block] = replace(unit, name=unit.block, modules=(unit.block,), granularity="whole", prefetch=1)
         else:
             merged += 1
             have = units[unit.block]
             mode = have.mode if NEAREST[unit.sharding] == NEAREST[have.sharding] else FREE
-            late = {name: getattr(have, name) and getattr(unit, name) for name in ("reduce_once", "all_reduce_once")}
+            names = ("reduce_once", "all_reduce_once", "gather_once")
+            late = {name: getattr(have, name) and getattr(unit, name) for name in names}
             late["all_reduce_once"] &= ShardingMode(mode).is_reduced_across
+            late["gather_once"] &= ShardingMode(mode).is_kept
             units[unit.block] = replace(have, mode=mode, **late, parameters=have.parameters + unit.parameters)
-    said = f"{_units(merged)} within blocks: a block is gathered whole" if merged else None
+    deep = any(unit.prefetch > 1 for unit in plan.units)
+    ahead = ", and none of its gathers two units ahead" if deep else ""
+    said = f"{_units(merged)} within blocks: a block is gathered whole{ahead}" if merged else None
     return _with(plan, list(units.values())), said
 
 
@@ -161,7 +191,8 @@ def blocks_in(mode: str) -> Change:
 def _held(unit: PlanUnit, mode: str) -> PlanUnit:
     across = unit.all_reduce_once and ShardingMode(mode).is_reduced_across
     sharded = 0 if mode == REPLICATE else max(1, unit.sharded_splits)
-    return replace(unit, mode=mode, sharded_splits=sharded, all_reduce_once=across)
+    stays = unit.gather_once and ShardingMode(mode).is_kept
+    return replace(unit, mode=mode, sharded_splits=sharded, all_reduce_once=across, gather_once=stays)
 
 
 def _units(number: int) -> str:

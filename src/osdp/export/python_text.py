@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from osdp.planfile import Plan, backward_order, unit_depths
+from osdp.cost.gather_order import Place, backward_gathers, backward_order, forward_gathers, planned_place
+from osdp.planfile import Plan, unit_depths
 from osdp.recompute import Recompute
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE, ShardingMode
 
@@ -35,7 +36,7 @@ import itertools
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import {offload_import}FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 BATCH_SIZE, ACCUMULATION = {batch}, {accumulation}  # micro-batch of a device, micro-batches of a step
@@ -49,7 +50,8 @@ BACKWARD = {backward}
 RECOMPUTED = [{recomputed}]
 {selective}REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
 ALL_REDUCED_ONCE = {across}  # with accumulation: across nodes only in the last micro-batch, in the node at each
-
+GATHERED_ONCE = {stay}  # with accumulation: by the first micro-batch, and freed by the last
+{ahead}
 
 def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Module:
     """Shards the model in place; make the optimizer after it."""
@@ -73,7 +75,7 @@ def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Modu
         now.set_modules_to_forward_prefetch([following])
     for now, following in itertools.pairwise(units[index] for index in BACKWARD):
         now.set_modules_to_backward_prefetch([following])
-    return model
+{ahead_loops}    return model
 
 
 def reduce(model: nn.Module, *, last: bool) -> None:
@@ -82,6 +84,8 @@ def reduce(model: nn.Module, *, last: bool) -> None:
         model.get_submodule(UNITS[index][0][0]).set_requires_gradient_sync(last, recurse=False)
     for index in ALL_REDUCED_ONCE:
         model.get_submodule(UNITS[index][0][0]).set_requires_all_reduce(last, recurse=False)
+    for index in GATHERED_ONCE:
+        model.get_submodule(UNITS[index][0][0]).set_reshard_after_backward(last, recurse=False)
 '''
 
 
@@ -91,9 +95,10 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         (unit.modules, REPLICATE if per_node == 1 and unit.sharding.is_reduced_across else unit.sharding, unit)
         for unit in plan.units
     ]
+    units = [(modules, f"{mode}{_ON_HOST}" if unit.offload else mode, unit) for modules, mode, unit in units]
     modes = list(dict.fromkeys(mode for _, mode, _ in units))
     sizes = {"ranks": ranks, "nodes": nodes, "per_node": per_node}
-    how = {mode: _HOW[mode].format(**sizes) for mode in modes}
+    how = {mode: _how(mode).format(**sizes) for mode in modes}
     used = {"world", *(_mesh_of(mode) for mode in modes)}
     depth = unit_depths(plan.units)
     order = sorted(range(len(plan.units)), key=lambda index: -depth[plan.units[index].name])
@@ -101,7 +106,11 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
     blocks = dict.fromkeys(unit.block for unit in plan.units if unit.recompute is Recompute.FULL and unit.block)
     selective = [unit.name for unit in plan.units if unit.recompute is Recompute.SELECTIVE]
     once = [index for index, unit in enumerate(plan.units) if unit.reduce_once]
-    across = [index for index, (_, mode, unit) in enumerate(units) if unit.all_reduce_once and mode.is_reduced_across]
+    across = [
+        index
+        for index, (_, mode, unit) in enumerate(units)
+        if unit.all_reduce_once and ShardingMode(mode.removesuffix(_ON_HOST)).is_reduced_across
+    ]
     body = _BODY.format(
         batch=plan.batch_size,
         accumulation=plan.accumulation,
@@ -113,34 +122,79 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         selective_loop=_SELECTIVE_LOOP if selective else "",
         once=_numbers(once),
         across=_numbers(across),
+        stay=_numbers([index for index, unit in enumerate(plan.units) if unit.gather_once]),
+        ahead=(ahead := _ahead(plan)),
+        ahead_loops=_AHEAD_LOOPS if ahead else "",
         device_type="cpu" if plan.cluster.device.name == "CPU" else "cuda",
         meshes="\n".join(f"    {name} = {text.format(**sizes)}" for name, text in _MESHES.items() if name in used),
         how="\n".join(f'        "{mode}": {{{text}}},' for mode, text in how.items()),
         policy=_policy(plan),
+        offload_import="CPUOffloadPolicy, " if any(unit.offload for unit in plan.units) else "",
     )
     return head + "\n" + body.lstrip("\n") + (_CLIP if on_several_meshes(plan) else "")
+
+
+_ON_HOST = " on the host"
+
+
+def _how(mode: str) -> str:
+    """What `fully_shard` is given for a mode, or for units of it that are on the host."""
+    stem = mode.removesuffix(_ON_HOST)
+    return _HOW[ShardingMode(stem)] + (', "offload_policy": CPUOffloadPolicy()' if stem != mode else "")
 
 
 _CLIP = '''
 
 def clip_grad_norm_(parameters, max_norm: float, norm_type: float = 2.0, *unused, **more) -> torch.Tensor:
-    """In place of torch.nn.utils.clip_grad_norm_, which takes gradients of one mesh: here they lie on several."""
+    """In place of torch.nn.utils.clip_grad_norm_, which takes gradients of one mesh and device: here are several."""
     from torch.distributed.tensor import DTensor
 
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    meshes = dict.fromkeys(parameter.grad.device_mesh for parameter in parameters)
-    groups = [[each for each in parameters if each.grad.device_mesh == mesh] for mesh in meshes]
+    places = dict.fromkeys((parameter.grad.device_mesh, parameter.device) for parameter in parameters)
+    groups = [[each for each in parameters if (each.grad.device_mesh, each.device) == place] for place in places]
     norms = [torch.nn.utils.get_total_norm([each.grad for each in group], norm_type) for group in groups]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     for group in groups:
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 '''
 
 
+_AHEAD_LOOPS = """    for index, following in FORWARD_AHEAD.items():
+        units[index].set_modules_to_forward_prefetch([units[each] for each in following])
+    for index, following in BACKWARD_AHEAD.items():
+        units[index].set_modules_to_backward_prefetch([units[each] for each in following])
+"""
+
+
+def _ahead(plan: Plan) -> str:
+    """Units that gather others than the next one, or more: those of blocks with a prefetch depth of two."""
+    at = {unit.name: index for index, unit in enumerate(plan.units)}
+    backward = [at[unit.name] for unit in backward_order(plan.units)]
+
+    def place(index: int) -> Place:
+        return planned_place(plan.units[index])
+
+    lines = []
+    for name, order, gathers in (
+        ("FORWARD_AHEAD", list(range(len(plan.units))), forward_gathers),
+        ("BACKWARD_AHEAD", backward, backward_gathers),
+    ):
+        following = dict(itertools.pairwise(order))
+        others = {one: ahead for one, ahead in gathers(order, place).items() if ahead != (following[one],)}
+        entries = [f"{one}: {list(ahead)}," for one, ahead in sorted(others.items())]
+        rows = (entries[first : first + 6] for first in range(0, len(entries), 6))
+        lines += [f"{name} = {{", *("    " + " ".join(row) for row in rows), "}"] if others else []
+    if not lines:
+        return ""
+    return "\n".join(["# Units that gather two units ahead, by their places in UNITS.", *lines]) + "\n"
+
+
 def on_several_meshes(plan: Plan) -> bool:
-    """Whether gradients lie on different meshes, which torch's own clipping does not take."""
+    """Whether gradients lie on different meshes or devices, which torch's own clipping does not take."""
+    if len({unit.offload for unit in plan.units}) > 1:
+        return True
     return len({_mesh_of(unit.mode) for unit in plan.units}) > 1
 
 
@@ -268,7 +322,8 @@ def lightning_text(plan: Plan, head: str, model: nn.Module) -> str:
 
 
 def _mesh_of(mode: str) -> str:
-    return "replicas" if mode == REPLICATE else "nodes" if ShardingMode(mode).is_reduced_across else "world"
+    stem = ShardingMode(mode.removesuffix(_ON_HOST))
+    return "replicas" if stem == REPLICATE else "nodes" if stem.is_reduced_across else "world"
 
 
 _TORCHTITAN = '''

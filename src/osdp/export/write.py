@@ -19,27 +19,37 @@ from osdp.sharding import FREE, KEEP
 if TYPE_CHECKING:
     from torch import nn
 
-_PLAIN: tuple[Change, ...] = (degrade.without_slices, degrade.without_two_levels)
+_PLAIN: tuple[Change, ...] = (
+    degrade.without_slices,
+    degrade.without_two_levels,
+    degrade.without_joined_reductions,
+    degrade.without_inputs_on_host,
+)
 _TRANSFORMERS: tuple[Change, ...] = (
     *_PLAIN,
+    degrade.without_host,
     degrade.whole_blocks,
     degrade.keep_or_free,
     degrade.recompute_all_or_none,
     degrade.without_late_reductions,
+    degrade.without_lasting_gathers,
 )
 _ACCELERATE: tuple[Change, ...] = (
     *_PLAIN,
+    degrade.without_host,
     degrade.whole_blocks,
     degrade.recompute_all_or_none,
     degrade.all_late_reductions,
+    degrade.without_lasting_gathers,
 )
+_EVERY_MICRO_BATCH = (*_PLAIN, degrade.without_late_reductions, degrade.without_lasting_gathers)
 # For each target the ways to change a plan into its own; the fastest that fits is taken.
 CHANGES: Mapping[str, Sequence[Sequence[Change]]] = {
     "fsdp2": (_PLAIN,),
     "transformers": (_TRANSFORMERS,),
     "accelerate": tuple((*_ACCELERATE, degrade.blocks_in(mode)) for mode in (KEEP, FREE)),
-    "lightning": ((*_PLAIN, degrade.without_late_reductions),),
-    "torchtitan": ((*_PLAIN, degrade.without_late_reductions),),
+    "lightning": (_EVERY_MICRO_BATCH,),
+    "torchtitan": (_EVERY_MICRO_BATCH,),
 }
 TARGETS = tuple(CHANGES)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from osdp.errors import UsageError
@@ -34,6 +35,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if not runs_a_plan(model):
             return super().prepare_model(model, *args, **kwargs)
+        check_ranks(self)
         if all(model is not other for other in self._models):
             self._models.append(model)
         return model
@@ -90,6 +92,17 @@ class Accelerator(accelerate.Accelerator):
             yield planned
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def check_ranks(accelerator: accelerate.Accelerator) -> None:
+    """On CPUs Accelerate counts ranks only if it is told that it runs there; else every rank would take all samples."""
+    counted, ranks = accelerator.num_processes, dist.get_world_size()
+    if counted != ranks:
+        raise UsageError(
+            f"Accelerate counts {counted} process where the process group has {ranks} ranks, so that every rank would"
+            " train on all samples; on CPUs give Accelerator(cpu=True), or TrainingArguments(use_cpu=True) to a"
+            " Trainer; elsewhere start the ranks with torchrun"
+        )
 
 
 def adopt(accelerator: accelerate.Accelerator) -> Accelerator:

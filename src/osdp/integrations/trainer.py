@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from osdp.errors import UsageError
-from osdp.integrations.accelerate import FOLDER, adopt
+from osdp.integrations.accelerate import FOLDER, adopt, check_ranks
 from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
 from osdp.runtime.planned import own_optimizer, runs_a_plan
 from osdp.runtime.weights import load_pretrained
@@ -49,7 +49,10 @@ class TrainerMixin(_Trainer):
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return model if runs_a_plan(model) else super()._wrap_model(model, training, dataloader)
+        if not runs_a_plan(model):
+            return super()._wrap_model(model, training, dataloader)
+        check_ranks(self.accelerator)
+        return model
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return (

@@ -7,6 +7,7 @@ model itself (a tower that the inputs do not use), the model is an operator too:
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +19,16 @@ from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode
 from osdp.cluster.device import Device
+from osdp.model.compile_runs import try_compiled
+from osdp.model.compiled_blocks import StageTraces
 from osdp.model.fake import refuse_own_checkpointing
 from osdp.model.fork_worker import ForkWorker, no_garbage_collection
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
-from osdp.model.pace import Pace
+from osdp.model.pace import Pace, check_said
 from osdp.model.refused import refused
-from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_recompute
+from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_on_host, try_recompute
 from osdp.model.shorten import Short, shortened
 from osdp.model.stages import (
     CaptureError,
@@ -40,6 +43,7 @@ from osdp.model.stages import (
 )
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
 from osdp.model.trace import RawTrace
+from osdp.recompute import EVERY_RECOMPUTE, Recompute
 
 _log = logging.getLogger("osdp")
 
@@ -54,6 +58,8 @@ def capture(
     seq_len: int | None = None,
     batch: int | None = None,
     device: Device | None = None,
+    compiled: bool = False,
+    on_host: bool = False,
 ) -> ModelGraph:
     """Measures a model without running it: parameters, operators, stages, memory, FLOPs, and their growth.
 
@@ -61,7 +67,9 @@ def capture(
     returns both; values of real tensors are used where the model asks for them, see [Note: Values]. `loss` maps the
     model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `batch` is the batch
     size to measure at where costs do not grow in a straight line with it, by default the example's. `device` is the one
-    whose kernels are traced, by default this machine's CPU; see [Note: Device kernels].
+    whose kernels are traced, by default this machine's CPU; see [Note: Device kernels]. With `compiled`, blocks
+    have the memory that they have compiled; see [Note: Compiled traces]. With `on_host`, blocks are traced with their
+    input on the host too; see [Note: Input on the host].
     The model may live on any device, the meta device included; it is neither changed nor run.
     """
     model = getattr(model, "_orig_mod", model)  # of a compiled one: its modules have the names that plans use
@@ -70,9 +78,11 @@ def capture(
     first: Exception | None = None
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
-            asked = _Asked(model, inputs, loss, compute_dtype, batch or _own_batch(example_inputs), device, name)
+            size = batch or _own_batch(example_inputs)
+            asked = _Asked(model, inputs, loss, compute_dtype, size, device, name, on_host)
             try:
-                graph = _taken(asked).graph(model, name, seq_len)
+                taken = _taken(asked)
+                graph = (taken.compiled() if compiled else taken).graph(model, name, seq_len)
             except Exception as error:
                 first = first or error
                 continue
@@ -116,6 +126,7 @@ class _Asked:
     batch: int
     device: Device | None
     name: str
+    on_host: bool
     root_is_operator: bool = False
 
     def watched_runner(self, mode: FakeTensorMode, short: Short | None) -> Runner:
@@ -127,14 +138,13 @@ class _Asked:
         return replace(self.runner(mode, short), pace=Pace(self.name, kernels))
 
     def runner(self, mode: FakeTensorMode, short: Short | None = None) -> Runner:
-        cut = short.cut if short is not None else lambda model: None
         return Runner.of(
             self.model,
             self.inputs,
             self.loss,
             self.dtype,
             mode,
-            cut=cut,
+            short=short,
             root_is_operator=self.root_is_operator,
             device=self.device,
         )
@@ -156,8 +166,8 @@ def _taken_as(asked: _Asked) -> _Taken:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ForkWorker[RawTrace]() as worker:
         worker.start(lambda: asked.runner(mode).check(CHECKED))
-        whole = cache(worker.result)
         blocks = own_blocks(asked.model)
+        whole = cache(lambda: worker.result(check_said(asked.name, len(blocks))))
         short = shortened(asked.model, blocks)
         taken = _short_taken(asked, mode, short, whole)
         if taken is None and short is not None:
@@ -201,6 +211,7 @@ class _Taken:
     """The captures of one copy of the model, short or whole, and what is needed to read them."""
 
     asked: _Asked
+    run: Runner
     short: Short | None
     blocks: list[str]
     operators: set[str]
@@ -210,6 +221,7 @@ class _Taken:
     raw: dict[int, RawTrace]
     batches: tuple[int, ...]
     notes: list[str]
+    ran: tuple[StageTraces, ...] = ()  # other traces of the stages that ran than those of eager code
 
     @staticmethod
     def of(
@@ -248,8 +260,24 @@ class _Taken:
             blocks, cuts = [], [Cut(None, (0, turn), (turn, end))]
         elif blocks:
             again = try_recompute(run, batches, cuts)
+            if asked.on_host:
+                try_on_host(run, batches, cuts, again, lambda: _check_on_host(run, batches[0], plain, cuts, again))
         notes = [*next(iter(raw.values())).assumptions, *again.notes]
-        return _Taken(asked, short, blocks, operators, plain, again, cuts, raw, batches, notes)
+        return _Taken(asked, run, short, blocks, operators, plain, again, cuts, raw, batches, notes)
+
+    def compiled(self) -> _Taken:
+        """The same with compiled blocks; see [Note: Compiled traces] in compiled_blocks.py."""
+        if not self.blocks:
+            return self
+        eager = [(cut.block, self._traces(index)) for index, cut in enumerate(self.cuts)]
+        found = try_compiled(self.run, self.batches, eager)
+        return replace(self, ran=found.stages, notes=[*self.notes, *found.notes])
+
+    def _traces(self, index: int) -> StageTraces:
+        """Those of a stage that ran."""
+        if self.ran:
+            return self.ran[index]
+        return StageTraces(build_trace(self.plain, self.cuts[index]), *self.again.traces(index))
 
     def agrees_with(self, whole: RawTrace) -> bool:
         """Whether the expanded short trace equals one capture at full depth, kernel by kernel."""
@@ -288,14 +316,13 @@ class _Taken:
             found.clear()
 
         for index, cut in enumerate(self.cuts):
-            plain = build_trace(self.plain, cut)
-            recomputed, selective = self.again.traces(index)
+            plain, recomputed, selective, on_host = self._traces(index)
             if cut.block is not None:
-                found.append(_Traced(cut.block, plain, recomputed, selective))
+                found.append(_Traced(cut.block, plain, recomputed, selective, on_host))
                 continue
             expand()
             differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")
-            stages.append(_Traced(None, plain, recomputed if differs else None, None))
+            stages.append(_Traced(None, plain, recomputed if differs else None, None, None))
         expand()
         return stages
 
@@ -348,6 +375,32 @@ class _Traced(NamedTuple):
     plain: Trace
     recomputed: Trace | None
     selective: Trace | None
+    on_host: Trace | None
+
+
+def _check_on_host(run: Runner, batch: int, plain: GrowingTrace, cuts: Sequence[Cut], again: Recomputed) -> None:
+    """Refuses inputs on the host where a block beside one that is there would hold it too.
+
+    Stages' traces are joined in any mixture, but each is from a run in which all blocks are held alike. A block whose
+    last operator saves its own output (a ReLU) keeps the next one's input on the device, and so does a frame around two
+    blocks. Then runs in which every second block's input is on the host need more than the joined traces say.
+    """
+    blocks = [cut.block for cut in cuts if cut.block in again.blocks and cut.block is not None]
+    for other, first in itertools.product(EVERY_RECOMPUTE, (0, 1)):
+        there = {block for block in blocks[first::2] if block in again.on_host}
+        how = {block: Recompute.ON_HOST if block in there else other for block in blocks}
+        if not there or (other is Recompute.SELECTIVE and again.selective is None):
+            continue
+        traces = []
+        for index, cut in enumerate(cuts):
+            full, selective, on_host = again.traces(index)
+            of = {Recompute.FULL: full, Recompute.SELECTIVE: selective, Recompute.ON_HOST: on_host}
+            own = Recompute.FULL if cut.block is None else how.get(cut.block, Recompute.NONE)
+            traces.append(of.get(own) or build_trace(plain, cut))
+        said, _ = _levels(traces, batch)
+        seen = _mark_peaks(run.recomputed(batch, {block: each for block, each in how.items() if each}))
+        if len(said) != len(seen) or any(more > less for more, less in zip(seen, said, strict=True)):
+            raise CaptureError("blocks beside it hold it too")
 
 
 def _uncalled(model: nn.Module, marks: Sequence[Mark]) -> set[nn.Parameter]:

@@ -30,12 +30,17 @@ _BIAS_MULTIPLE = 16  # of keys, for its mask
 
 
 @contextmanager
-def kernels_of(device: Device | None, model: nn.Module) -> Iterator[None]:
-    """Within it, a model over fake tensors runs the device's kernels; see [Note: Device kernels]."""
+def kernels_of(device: Device | None, model: nn.Module, *, compiled: bool = False) -> Iterator[None]:
+    """Within it, a model over fake tensors runs the device's kernels; see [Note: Device kernels].
+
+    With `compiled` those of attention alone: torch.compile makes dropout and norms out of smaller operators.
+    """
     if device is None or device.is_cpu:
         yield
         return
-    ours = {F.scaled_dot_product_attention: _attention_on(device), F.dropout: _dropout, F.rms_norm: _rms_norm}
+    ours: dict[Callable[..., Any], Callable[..., Any]] = {F.scaled_dot_product_attention: _attention_on(device)}
+    if not compiled:
+        ours |= {F.dropout: _dropout, F.rms_norm: _rms_norm}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for space in _namespaces(model):
         for name, value in list(space.items()):

@@ -12,7 +12,7 @@ import copy
 import logging
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +28,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FINDS_PACKED = "find_packed_sequence_indices"
 
 
-def fake_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same modules over new tensors, fake under a fake mode; floating parameters get the dtype. Ties stay."""
-    memo: dict[int, Any] = {}
+def fake_copy(model: nn.Module, dtype: torch.dtype, without: Sequence[nn.Module] = ()) -> nn.Module:
+    """The same modules over new tensors, fake under a fake mode; floating parameters get the dtype. Ties stay.
+
+    Modules in `without` are empty in the copy.
+    """
+    memo: dict[int, Any] = {id(module): nn.Module() for module in without}
     for parameter in model.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
         fake = torch.empty(parameter.shape, dtype=kind, device="cpu")

@@ -18,7 +18,8 @@ from typing import Generic, Self, TypeVar
 T = TypeVar("T")
 
 _ORPHAN_SECONDS = 600  # a child whose parent was killed ends by then, whatever it waits for
-_PATIENCE = 10.0  # times what the parent took meanwhile, and seconds at least: then the child is taken to hang
+_IDLE_SECONDS = 30.0  # a child that took no CPU time for so long is taken to hang
+_LOOK_SECONDS = 5.0  # between two looks at a child that is waited for
 
 
 @contextmanager
@@ -49,14 +50,16 @@ class ForkWorker(Generic[T]):
         self._call, self._began = call, time.monotonic()
         self._child = _forked(call) if may_fork() else None
 
-    def result(self) -> T:
-        """The function's result. Its error is raised by a call in this process: the same, with its own traceback."""
+    def result(self, waiting: Callable[[float], None] = lambda seconds: None) -> T:
+        """The function's result. Its error is raised by a call in this process: the same, with its own traceback.
+
+        `waiting` is told now and then how many seconds ago the function was begun.
+        """
         if self._call is None:
             raise RuntimeError("nothing was started; call start() first")
         answer = b""
         if self._child is not None:
-            seconds = _PATIENCE * (1 + time.monotonic() - self._began)
-            answer = _read(self._child[1], seconds)
+            answer = _read(*self._child, lambda: waiting(time.monotonic() - self._began))
         self.end()
         return pickle.loads(answer) if answer else self._call()
 
@@ -121,16 +124,27 @@ def _answer(call: Callable[[], object], pipe: int) -> None:
         os._exit(0)  # no cleaning up: files, threads and locks are the parent's
 
 
-def _read(pipe: int, seconds: float) -> bytes:
-    """What the child answers within these seconds; empty where it did not, or not to the end."""
-    deadline = time.monotonic() + seconds
+def _read(process: int, pipe: int, waiting: Callable[[], None]) -> bytes:
+    """What the child answers; empty where it hangs, or did not come to the end."""
     answer = b""
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([pipe], [], [], left)[0]:
-            break
+    used, since = _cpu_ticks(process), time.monotonic()
+    while time.monotonic() - since < _IDLE_SECONDS:
+        if not select.select([pipe], [], [], min(_LOOK_SECONDS, _IDLE_SECONDS))[0]:
+            if (ticks := _cpu_ticks(process)) > used:
+                used, since = ticks, time.monotonic()
+            waiting()
+            continue
         read = os.read(pipe, 1 << 20)
         if not read:
             whole = len(answer) > 8 and int.from_bytes(answer[:8]) == len(answer) - 8
             return answer[8:] if whole else b""
         answer += read
+        since = time.monotonic()
     return b""
+
+
+def _cpu_ticks(process: int) -> int:
+    """The CPU time that a process has used, in the kernel's ticks."""
+    with open(f"/proc/{process}/stat", encoding="utf-8") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -77,7 +77,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Operator:
-    """A module that owns parameters itself, with what its calls cost; see [Note: Growth]."""
+    """A module that owns parameters itself, with what its calls cost; see [Note: Growth].
+
+    It may be one rank's part of experts that so many ranks share, `experts`.
+    """
 
     name: str
     kind: str
@@ -90,6 +93,7 @@ class Operator:
     saved_bytes: Affine
     output_bytes: Affine
     temporary_bytes: Affine
+    experts: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,13 @@ class TensorOperator:
 class Mark:
     """A point of the trace at which the plan may act.
 
-    `kind` is enter or leave (of a module), or gradient (of a parameter); `name` says of which. `again` tells the
+    `kind` is enter or leave (of a module), or gradient (of a parameter); `name` says of which. `recomputed` tells the
     second forward of a recomputed block, inside its backward, from the first.
     """
 
     kind: str
     name: str
-    again: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trace:
-    """One pass of a stage, forward or backward, with its segments in order."""
+    """Both passes of a stage with their segments in order, and what the stage keeps on the host in between."""
 
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
+    on_host: Affine = ZERO
 
     @cached_property
     def signature(self) -> str:
@@ -164,6 +169,10 @@ class Trace:
             rows = [np.column_stack([segment.flops, segment.moved, segment.kinds]) for segment in segments]
             digest.update(b"pass" + b"".join(np.ascontiguousarray(each, dtype=np.int64).tobytes() for each in rows))
         return digest.hexdigest()[:16]
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.on_host != ZERO
 
     @property
     def forward_delta(self) -> Affine:
@@ -180,7 +189,8 @@ class Stage:
 
     `alike` numbers the kinds of stages: equal numbers have equal traces and equal operators but for their names.
     `parts` are the modules below a block that hold several operators. `recomputed` is None where nothing differs;
-    `selective` is a block's trace where it is recomputed selectively, None where it cannot be.
+    `selective` is a block's trace where it is recomputed selectively, None where it cannot be; `on_host` is that with
+    its input on the host, None where that cannot be or was not asked for.
     """
 
     name: str
@@ -191,11 +201,14 @@ class Stage:
     plain: Trace
     recomputed: Trace | None
     selective: Trace | None = None
+    on_host: Trace | None = None
 
     def trace(self, recompute: Recompute) -> Trace:
         """Outside blocks it matters only whether some block is recomputed; see [Note: Stage]."""
         if recompute is Recompute.SELECTIVE and self.selective is not None:
             return self.selective
+        if recompute is Recompute.ON_HOST and self.on_host is not None:
+            return self.on_host
         if recompute and self.recomputed is not None:
             return self.recomputed
         return self.plain

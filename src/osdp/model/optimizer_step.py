@@ -9,17 +9,19 @@ a tensor that a kernel gets twice is read once, and what it changes in place is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode, tree_leaves
-from osdp.cost.training import OptimizerCost
 from osdp.model.trace import Recorder
+from osdp.model.values import Values
 
-_SIZES = ((64, 96), (128, 64), (512,))  # multiples of each other would hide that a copy is of one tensor only
+SIZES = ((64, 96), (128, 256), (512,))  # multiples of each other would hide that a copy is of one tensor only
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -51,10 +53,25 @@ def _storages(tree: Any) -> dict[int, int]:
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-def measured_step(name: str, make: MakeOptimizer) -> OptimizerCost:
-    """The costs of an optimizer's step; see [Note: Measured steps]."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = [nn.Parameter(torch.empty(size)) for size in _SIZES]
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Bytes of a step over parameters of `shapes`, in fp32; see [Note: Measured steps]."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    state_bytes: int  # with counters
+    counters: int  # bytes for each parameter
+    temporary_bytes: int
+    moved_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(4 * math.prod(shape) for shape in self.shapes)
+
+
+def measured_step(make: MakeOptimizer) -> MeasuredStep:
+    """What an optimizer's step holds and moves; see [Note: Measured steps]."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Values(1):
+        parameters = [nn.Parameter(torch.empty(size)) for size in SIZES]
         optimizer = make(parameters)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -65,12 +82,10 @@ def measured_step(name: str, make: MakeOptimizer) -> OptimizerCost:
         before = recorder.live
         with recorder:
             optimizer.step()
-    held = sum(parameter.nbytes for parameter in parameters)
-    peak = max([before, *recorder.trace.live])
-    return OptimizerCost(
-        name,
-        states=sum(state.nbytes for state in states if state.dim()) // held,
-        temporaries=-(-(peak - before) // held),
-        passes=-(-recorder.moved_bytes // held),
+    return MeasuredStep(
+        SIZES,
+        state_bytes=sum(state.nbytes for state in states),
         counters=sum(state.nbytes for state in states if not state.dim()) // len(parameters),
+        temporary_bytes=max([before, *recorder.trace.live]) - before,
+        moved_bytes=recorder.moved_bytes,
     )

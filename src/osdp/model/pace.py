@@ -62,5 +62,21 @@ class Pace:
             _log.warning("osdp: capturing %s: %.0f %% done, about %s more", self.name, 100 * share, _duration(left))
 
 
+def check_said(name: str, blocks: int) -> Callable[[float], None]:
+    """Says now and then that the check at full depth still runs; for `ForkWorker.result`."""
+    said = 0.0
+
+    def say(seconds: float) -> None:
+        nonlocal said
+        if seconds > said + _BETWEEN_SECONDS:
+            said = seconds
+            _log.warning(
+                "osdp: capturing %s: it is checked at its full depth of %d blocks, for %s so far",
+                *(name, blocks, _duration(seconds)),
+            )
+
+    return say
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

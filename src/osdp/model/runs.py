@@ -9,9 +9,10 @@ every other), the graph is of one batch size, and plans are for that one only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from osdp._torch import FakeTensorMode, without_modes
 from osdp.cluster.device import Device
+from osdp.model.compiled_blocks import CompiledBlocks
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import (
     DTYPES,
@@ -29,9 +31,10 @@ from osdp.model.fake import (
     torch_says_nothing,
     without_layerdrop,
 )
-from osdp.model.graph import Trace
+from osdp.model.graph import Affine, Trace
 from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss, tensors_in
 from osdp.model.pace import Pace
+from osdp.model.shorten import Short
 from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
 from osdp.model.trace import RawTrace, Recorder, run_trace
@@ -66,15 +69,16 @@ class Runner:
         dtype: str,
         mode: FakeTensorMode,
         *,
-        cut: Callable[[nn.Module], None],
+        short: Short | None = None,
         root_is_operator: bool,
         device: Device | None,
     ) -> Runner:
         with mode:
-            fake = fake_copy(model, DTYPES[dtype])
+            fake = fake_copy(model, DTYPES[dtype], short.left_out(model) if short is not None else ())
             dropped = without_layerdrop(fake)
             settled(fake)
-            cut(fake)
+            if short is not None:
+                short.cut(fake)
         blocks = own_blocks(fake)
         return Runner(fake, inputs, loss, mode, blocks, DTYPES[dtype], bool(dropped), root_is_operator, device)
 
@@ -83,30 +87,43 @@ class Runner:
         found = {name for name, module in self.model.named_modules() if owns_parameters(module)}
         return found | {""} if self.root_is_operator else found
 
+    @property
+    def outermost(self) -> dict[str, nn.Module]:
+        """The blocks, and the operators that are in none: what is inside of a compiled block is not called."""
+        modules = dict(self.model.named_modules())
+        inside = {name for block in self.blocks for name in modules if name.startswith(f"{block}.")}
+        return {name: modules[name] for name in modules if name in {*self.blocks, *self.operators} - inside}
+
     def plain(self, batch: int) -> RawTrace:
-        return self._run(batch, (), book_saved=True)
+        return self._run(batch, {}, book_saved=True)
 
     def check(self, batch: int) -> RawTrace:
-        return self._run(batch, (), book_saved=False)
+        return self._run(batch, {}, book_saved=False)
 
-    def recomputed(self, batch: int, blocks: Sequence[str], how: Recompute) -> RawTrace:
-        return self._run(batch, [self.model.get_submodule(block) for block in blocks], book_saved=False, how=how)
+    def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
+        return self._run(batch, how, book_saved=False)
+
+    def compiled(self, compiled: CompiledBlocks, batch: int, blocks: Sequence[str], how: Recompute) -> RawTrace:
+        """The same step with its blocks compiled; see [Note: Compiled traces] in compiled_blocks.py."""
+        selective = [self.model.get_submodule(block) for block in blocks] if how is Recompute.SELECTIVE else []
+        with compiled.running(selective):
+            around = {} if selective else dict.fromkeys(blocks, how)
+            return self._run(batch, around, book_saved=False, compiled=True)
 
     def _run(
-        self, batch: int, recompute: Sequence[nn.Module], book_saved: bool, how: Recompute = Recompute.FULL
+        self, batch: int, recompute: Mapping[str, Recompute], *, book_saved: bool, compiled: bool = False
     ) -> RawTrace:
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
-            with sequences_not_packed(kwargs), kernels_of(self.device, self.model):
+            with sequences_not_packed(kwargs), kernels_of(self.device, self.model, compiled=compiled):
                 trace = run_trace(
                     self.model,
                     args,
                     kwargs,
                     loss=self.loss or output_loss,
-                    watched=watched(self.model, self.blocks, self.operators),
+                    watched=self.outermost if compiled else watched(self.model, self.blocks, self.operators),
                     recompute=recompute,
-                    how=how,
                     book_saved=book_saved,
                     cast=units_of(self.model, self.blocks),
                     input_dtype=self.dtype,
@@ -136,7 +153,8 @@ def units_of(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
 class Recomputed:
     """The trace with blocks recomputed, those blocks, and a line for every kind of block that cannot be.
 
-    `selective` is the same of those blocks recomputed selectively; None where that does not run.
+    `selective` is the same of those blocks recomputed selectively; None where that does not run. `on_host` is the same
+    of those whose input is on the host; empty where none was asked for, or can be.
     """
 
     trace: GrowingTrace | None = None
@@ -144,16 +162,17 @@ class Recomputed:
     blocks: frozenset[str] = frozenset()
     notes: list[str] = field(default_factory=list)
     selective: tuple[GrowingTrace, list[Cut]] | None = None
+    on_host: dict[str, Trace] = field(default_factory=dict)
 
-    def traces(self, index: int) -> tuple[Trace | None, Trace | None]:
-        """Of a stage the recomputed trace and the selective one; None where there is none."""
+    def traces(self, index: int) -> tuple[Trace | None, Trace | None, Trace | None]:
+        """Of a stage the recomputed trace, the selective one, and that on the host; None where there is none."""
         if self.trace is None or self.cuts is None:
-            return None, None
+            return None, None, None
         cut = self.cuts[index]
         if cut.block is not None and cut.block not in self.blocks:
-            return None, None
+            return None, None, None
         selective = None if self.selective is None else build_trace(self.selective[0], self.selective[1][index])
-        return build_trace(self.trace, cut), selective
+        return build_trace(self.trace, cut), selective, self.on_host.get(cut.block or "")
 
 
 def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
@@ -163,8 +182,8 @@ def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> R
         return found
     blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
     try:
-        found.selective = _recomputed(run, batches, blocks, cuts, Recompute.SELECTIVE)
-        outside = (found.traces(index) for index, cut in enumerate(cuts) if cut.block is None)
+        found.selective = _recomputed(run, batches, dict.fromkeys(blocks, Recompute.SELECTIVE), cuts)
+        outside = (found.traces(index)[:2] for index, cut in enumerate(cuts) if cut.block is None)
         if any(full and other and shape_of(full, "") != shape_of(other, "") for full, other in outside):
             found.selective = None
             raise CaptureError("it changes what is held outside blocks")
@@ -174,11 +193,53 @@ def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> R
     return found
 
 
+def try_on_host(
+    run: Runner, batches: Sequence[int], cuts: Sequence[Cut], again: Recomputed, check: Callable[[], None]
+) -> None:
+    """Traces blocks with their input on the host, all but the first of a row; where that or the check fails, none."""
+    try:
+        _put_on_host(run, batches, cuts, again)
+        check()
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        again.on_host = {}
+        again.notes.append(f"no block's input can be on the host: {reason}")
+
+
+def _put_on_host(run: Runner, batches: Sequence[int], cuts: Sequence[Cut], again: Recomputed) -> None:
+    behind = [cut.block for before, cut in pairwise(cuts) if before.block is not None and cut.block in again.blocks]
+    blocks = {block: Recompute.ON_HOST if block in behind else Recompute.FULL for block in again.blocks}
+    if again.trace is None or Recompute.ON_HOST not in blocks.values():
+        return
+    raw = {batch: run.recomputed(batch, blocks) for batch in batches}
+    missing = next((block for block in behind if any(block not in each.on_host for each in raw.values())), None)
+    if missing is not None:
+        raise CaptureError(f"{missing} is given no tensor by position")
+    trace = fit_growth(raw)
+    there = {
+        cut.block: replace(build_trace(trace, cut), on_host=_line({b: raw[b].on_host[cut.block] for b in batches}))
+        for cut in _cuts_as(run, trace, cuts)
+        if cut.block is not None and blocks.get(cut.block) is Recompute.ON_HOST
+    }
+    for index, cut in enumerate(_cuts_as(run, trace, cuts)):
+        full = again.traces(index)[0] if cut.block is None else None
+        if full and shape_of(build_trace(trace, cut), "") != shape_of(full, ""):
+            raise CaptureError("it changes what is held outside blocks")
+    again.on_host = there
+
+
+def _line(nbytes: Mapping[int, int]) -> Affine:
+    """What grows with the batch, from two batch sizes; from one, a constant."""
+    (low, first), (high, second) = min(nbytes.items()), max(nbytes.items())
+    slope = (second - first) // (high - low) if high > low else 0
+    return Affine(first - slope * low, slope)
+
+
 def _try_full(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
     found = Recomputed()
     every = [cut.block for cut in cuts if cut.block is not None]
     try:
-        return Recomputed(*_recomputed(run, batches, every, cuts, Recompute.FULL), frozenset(every))
+        return Recomputed(*_recomputed(run, batches, dict.fromkeys(every, Recompute.FULL), cuts), frozenset(every))
     except Exception as error:
         kinds: dict[str, list[str]] = {}
         for block in every:
@@ -189,7 +250,7 @@ def _try_full(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recom
     able: list[str] = []
     for kind, blocks in kinds.items():
         try:
-            traced = _recomputed(run, batches, [*able, *blocks], cuts, Recompute.FULL)
+            traced = _recomputed(run, batches, dict.fromkeys([*able, *blocks], Recompute.FULL), cuts)
             able.extend(blocks)
             found = Recomputed(*traced, frozenset(able), found.notes)
         except Exception as error:
@@ -205,15 +266,19 @@ def _cannot(kind: str, error: Exception) -> str:
 def _recomputed(
     run: Runner,
     batches: Sequence[int],
-    blocks: Sequence[str],
+    how: Mapping[str, Recompute],
     cuts: Sequence[Cut],
-    how: Recompute,
 ) -> tuple[GrowingTrace, list[Cut]]:
-    trace = fit_growth({batch: run.recomputed(batch, blocks, how) for batch in batches})
+    trace = fit_growth({batch: run.recomputed(batch, how) for batch in batches})
+    return trace, _cuts_as(run, trace, cuts)
+
+
+def _cuts_as(run: Runner, trace: GrowingTrace, cuts: Sequence[Cut]) -> list[Cut]:
+    """The trace's own cuts, of the same stages as these."""
     found = cut_stages(trace, run.blocks, run.operators)
     if found is None or [cut.block for cut in found] != [cut.block for cut in cuts]:
         raise CaptureError("its backward runs in another order")
-    return trace, found
+    return found
 
 
 def forward_kernels(make: Callable[[FakeTensorMode], Runner]) -> tuple[int, int] | None:

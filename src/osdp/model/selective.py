@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from osdp.model.input_on_host import Host, RealHost, with_input_on_host
 from osdp.recompute import Recompute
 
 _ATEN = torch.ops.aten
@@ -53,8 +54,11 @@ def selective_contexts() -> Contexts:
     return create_selective_checkpoint_contexts(_policy)
 
 
-def checkpointed(forward: Callable[..., Any], how: Recompute, **options: Any) -> Callable[..., Any]:
+def checkpointed(
+    forward: Callable[..., Any], how: Recompute, *, host: Host | None = None, **options: Any
+) -> Callable[..., Any]:
     """A block's forward under a checkpoint; `options` go to torch's."""
     if how is Recompute.SELECTIVE:
         options = {"context_fn": selective_contexts, **options}
-    return functools.partial(checkpoint, forward, use_reentrant=False, **options)
+    run = functools.partial(checkpoint, forward, use_reentrant=False, **options)
+    return with_input_on_host(run, host or RealHost()) if how is Recompute.ON_HOST else run

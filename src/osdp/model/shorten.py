@@ -16,6 +16,7 @@ but for those that number the blocks: different in every one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -35,6 +36,16 @@ class Short:
 
     stands_for: dict[str, str]
     keep: dict[str, list[str]]  # container -> keys of the children to keep, in order
+
+    def left_out(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of the full model that the short one does not have, but for those that have other names too."""
+        named = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        return [
+            child
+            for container, keys in self.keep.items()
+            for key, child in model.get_submodule(container).named_children()
+            if key not in keys and named[id(child)] == 1
+        ]
 
     def cut(self, model: nn.Module) -> None:
         """Cuts a copy of the full model to the short one."""

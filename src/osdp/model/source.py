@@ -94,7 +94,15 @@ class ModelSource:
         with torch.device("meta"):
             return _move_to_meta(self.build())
 
-    def capture(self, compute_dtype: str, *, device: Device | None = None, name: str | None = None) -> ModelGraph:
+    def capture(
+        self,
+        compute_dtype: str,
+        *,
+        device: Device | None = None,
+        name: str | None = None,
+        compiled: bool = False,
+        on_host: bool = False,
+    ) -> ModelGraph:
         """What the planner knows of the model on a device, by default this CPU, under its own name or another."""
         from osdp.model.capture import capture
 
@@ -106,6 +114,8 @@ class ModelSource:
             compute_dtype=compute_dtype,
             seq_len=self.seq_len,
             device=device,
+            compiled=compiled,
+            on_host=on_host,
         )
 
 

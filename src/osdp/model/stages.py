@@ -44,7 +44,7 @@ class GrowingTrace:
         found: list[object] = []
         for first, last in (cut.forward, cut.backward):
             kernels = slice(ends[first], ends[last])
-            marks = ((m.kind, m.name.removeprefix(cut.block or ""), m.again) for m in self.marks[first:last])
+            marks = ((m.kind, m.name.removeprefix(cut.block or ""), m.recomputed) for m in self.marks[first:last])
             found += [tuple(marks), self.flops[kernels].tobytes(), self.moved[kernels].tobytes()]
         return tuple(found)
 
@@ -162,7 +162,7 @@ def _forward_windows(marks: Sequence[Mark], blocks: set[str]) -> list[tuple[str,
     windows: list[tuple[str, int, int]] = []
     opened: tuple[str, int] | None = None
     for index, mark in enumerate(marks):
-        if mark.name not in blocks or mark.again:
+        if mark.name not in blocks or mark.recomputed:
             continue
         if mark.kind == "enter" and opened is None:
             opened = (mark.name, index)
@@ -181,11 +181,11 @@ def _mirror(marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], t
     leaves: dict[str, int] = {}
     for index in range(turn, end):
         mark = marks[index]
-        if mark.kind == "enter" and not mark.again:
+        if mark.kind == "enter" and not mark.recomputed:
             # a block whose output is its child's is reached through the child: its backward begins there
             for name in (mark.name, *_ancestors(mark.name)):
                 starts.setdefault(name, index)
-        elif mark.kind == "leave" and not mark.again:
+        elif mark.kind == "leave" and not mark.recomputed:
             leaves.setdefault(mark.name, index)
     cuts: list[Cut] = []
     at = turn
@@ -269,7 +269,7 @@ def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
         (
             s.mark.kind,
             s.mark.name.removeprefix(block),
-            s.mark.again,
+            s.mark.recomputed,
             s.peak,
             s.end,
             s.flops.tobytes(),
@@ -291,4 +291,4 @@ def renamed(trace: Trace, rename: tuple[str, str]) -> Trace:
 
     if old == new:
         return trace
-    return Trace(tuple(map(other, trace.forward)), tuple(map(other, trace.backward)))
+    return replace(trace, forward=tuple(map(other, trace.forward)), backward=tuple(map(other, trace.backward)))

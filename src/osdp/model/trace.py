@@ -42,6 +42,7 @@ class RawTrace:
     backward_mark: int = 0  # marks from here on belong to the backward pass
     saved: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
+    on_host: dict[str, int] = field(default_factory=dict)  # of blocks whose input is there
     end_live: int = 0
     assumptions: list[str] = field(default_factory=list)
 
@@ -57,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.outside = outside
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._born: dict[int, int] = {}  # storage -> the kernel that allocated it
+        self._is_listing = True
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
@@ -84,8 +86,17 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self._hold(tensor)
 
-    def mark(self, kind: str, name: str, again: bool = False) -> None:
-        self.trace.marks.append(Mark(kind, name, again))
+    @contextmanager
+    def unlisted(self) -> Iterator[None]:
+        """What runs here allocates and is no kernel of the model."""
+        self._is_listing = False
+        try:
+            yield
+        finally:
+            self._is_listing = True
+
+    def mark(self, kind: str, name: str, recomputed: bool = False) -> None:
+        self.trace.marks.append(Mark(kind, name, recomputed))
         self.trace.mark_kernel.append(len(self.trace.live))
         self.trace.mark_live.append(self.live)
 
@@ -142,7 +153,7 @@ class Recorder(TorchDispatchMode):
         fresh = False
         for tensor in outputs:
             fresh |= self._hold(tensor)
-        if not fresh and not func._schema.is_mutable:
+        if not self._is_listing or (not fresh and not func._schema.is_mutable):
             return out  # a view moves nothing
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count is not None else _unlisted_flops(func, args)
@@ -191,6 +202,23 @@ def _unlisted_flops(func: Any, args: Sequence[Any]) -> int:
     return products * (width + value.shape[-1])
 
 
+class _TracedHost:
+    """What osdp.model.input_on_host needs of a host, in a trace: memory there is none of the device's."""
+
+    def __init__(self, recorder: Recorder, block: str) -> None:
+        self._recorder, self._block = recorder, block
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self._recorder.trace.on_host[self._block] = tensor.numel() * tensor.element_size()
+        with self._recorder.unlisted():
+            stride = torch.empty_like(tensor).stride()
+        return functools.partial(torch.empty_strided, tensor.size(), stride, dtype=tensor.dtype, device=tensor.device)
+
+    def get(self, held: Callable[[], Tensor]) -> Tensor:
+        with self._recorder.unlisted():
+            return held()
+
+
 class _LeaveBackward(torch.autograd.Function):
     """The identity; its backward runs when the module's input gradients are known, as FSDP2's own hook does."""
 
@@ -230,7 +258,7 @@ class Hooks:
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self.inside.append(name)
-        self.recorder.mark("enter", name, again=self.in_backward)
+        self.recorder.mark("enter", name, recomputed=self.in_backward)
 
     def _wrap(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.in_backward or not torch.is_grad_enabled():
@@ -244,7 +272,7 @@ class Hooks:
         return tree_map_only(Tensor, lambda t: wrapped.get(id(t), t), (args, kwargs))
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        self.recorder.mark("leave", name, again=self.in_backward)
+        self.recorder.mark("leave", name, recomputed=self.in_backward)
         self.inside.pop()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         outputs = self.recorder.trace.outputs
@@ -291,7 +319,7 @@ class Hooks:
         """
         marks, turn = self.recorder.trace.marks, self.recorder.trace.backward_mark
         called = {mark.name for mark in marks[:turn] if mark.kind == "enter"}
-        backward = [mark for mark in marks[turn:] if not mark.again]
+        backward = [mark for mark in marks[turn:] if not mark.recomputed]
         entered = Counter(mark.name for mark in backward if mark.kind == "enter")
         left = Counter(mark.name for mark in backward if mark.kind == "leave")
         modules = dict(model.named_modules())
@@ -320,14 +348,13 @@ def run_trace(
     *,
     loss: Callable[[Any], Tensor] | None,
     watched: Mapping[str, nn.Module],
-    recompute: Sequence[nn.Module] = (),
-    how: Recompute = Recompute.FULL,
+    recompute: Mapping[str, Recompute] | None = None,
     book_saved: bool = False,
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
     pace: Pace | None = None,
 ) -> RawTrace:
-    """One forward and backward of a model on fake tensors; the modules in `recompute` are checkpointed, as `how` says.
+    """One forward and backward of a model on fake tensors; `recompute` says which modules are checkpointed, and how.
 
     The modules in `cast` cast floating inputs to `input_dtype`, as FSDP2 does; the casts count as activations.
     """
@@ -342,9 +369,12 @@ def run_trace(
     for module in cast:
         casting = functools.partial(_cast_inputs, input_dtype)
         hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
-    originals = [(module, module.forward) for module in recompute]
-    for module, forward in originals:
-        module.forward = checkpointed(forward, how, preserve_rng_state=False)
+    originals = []
+    for name, how in (recompute or {}).items():
+        module = model.get_submodule(name)
+        originals.append(module)
+        host = _TracedHost(recorder, name)
+        module.forward = checkpointed(module.forward, how, host=host, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
         with recorder, hooks.saving() if book_saved else _nothing():
             recorder.mark("begin", "")
@@ -360,7 +390,7 @@ def run_trace(
             del scalar
     finally:
         hooks.remove()
-        for module, _ in originals:
+        for module in originals:
             del module.forward
     recorder.trace.end_live = recorder.live
     return recorder.trace

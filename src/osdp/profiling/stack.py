@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from osdp.api import plan_units
+from osdp.answer import plan_units
 from osdp.cluster import Cluster, TimedStage
 from osdp.cost.graph import step_graph
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE, Option
 from osdp.model.gpt import Block
@@ -70,7 +70,7 @@ class Stack:
         self.width, self.batch, self._device = width, batch, device
         graph = by_rank_0(lambda: _captured(width))
         self._stages = graph.stages
-        self._layout = Shapes(graph).layout([Shape(granularity)] * len(graph.stages))
+        self._layout = Variants(graph).layout([Variant(granularity)] * len(graph.stages))
 
     def plain(self, now: Callable[[], float]) -> Run:
         """The blocks without the engine, by this clock."""

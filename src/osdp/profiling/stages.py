@@ -42,7 +42,7 @@ from osdp.model.structure import own_blocks, owns_parameters
 from osdp.model.trace import Hooks, Recorder
 from osdp.profiling.bench import Bench
 from osdp.profiling.rounds import typical
-from osdp.recompute import Recompute
+from osdp.recompute import EVERY_RECOMPUTE, Recompute
 from osdp.runtime.initialize import initialize
 from osdp.training.failures import is_out_of_memory
 
@@ -66,8 +66,8 @@ class Clock(Recorder):
         self._calls, self._now = bench.calls, bench.by_processor
         self._times: list[Any] = []
 
-    def mark(self, kind: str, name: str, again: bool = False) -> None:
-        self.trace.marks.append(Mark(kind, name, again))
+    def mark(self, kind: str, name: str, recomputed: bool = False) -> None:
+        self.trace.marks.append(Mark(kind, name, recomputed))
         self._times.append(self._calls.moment() if self._calls.has_streams else self._now())
 
     def seconds(self) -> list[float]:
@@ -107,7 +107,7 @@ class StageRounds:
         """Times these batches, up to the first that does not fit; by default as in [Note: Batches]."""
         self._bench, self._source, self._graph = bench, source, graph
         self._subject = make_subject(source, graph, bench.device)
-        self._order = [how for how in Recompute if not how or any(_has(stage, how) for stage in graph.blocks)]
+        self._order = [how for how in EVERY_RECOMPUTE if not how or any(_has(stage, how) for stage in graph.blocks)]
         self._runs: dict[int, list[Run]] = {}
         self._taken: dict[int, list[list[NDArray[Any]]]] = {}  # by batch: of every turn, of every run
         self._passes: dict[int, float] = {}  # of the slowest rank, by batch
@@ -378,7 +378,7 @@ def _collected(graph: ModelGraph, found: Mapping[int, Mapping[Recompute, NDArray
     """One entry for each signature; where the recomputed run has the plain one's kernels, the plain one's."""
     batches = tuple(found)
     timed: dict[str, TimedStage] = {}
-    for again in Recompute:
+    for again in EVERY_RECOMPUTE:
         for index, stage in enumerate(graph.stages):
             trace = stage.trace(again)
             if not _has(stage, again) or trace.signature in timed:

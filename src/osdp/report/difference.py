@@ -86,6 +86,7 @@ def _figures(before: Plan, after: Plan) -> Iterator[Figure]:
     yield Figure("step", "seconds", old.step_seconds, new.step_seconds)
     yield Figure("MFU", "share", old.mfu, new.mfu)
     yield Figure("peak memory", "bytes", old.peak_bytes, new.peak_bytes)
+    yield Figure("memory of a host", "bytes", old.host_peak_bytes, new.host_peak_bytes)
     for name in dict.fromkeys((*old.time_parts, *new.time_parts)):
         yield Figure(name, "seconds", old.time_parts.get(name, 0.0), new.time_parts.get(name, 0.0))
     for name in dict.fromkeys((*old.memory_parts, *new.memory_parts)):
@@ -117,13 +118,17 @@ def _held(unit: PlanUnit | None) -> str:
         words.append(f"{unit.sharded_splits} of {unit.splits} slices")
     words += [unit.recompute.words] if unit.recompute else []
     words += [text for given, text in _FLAGS.items() if getattr(unit, given)]
+    words += [f"reduced with {unit.reduced_with}"] if unit.reduced_with is not None else []
+    words += ["two gathered ahead"] if unit.prefetch > 1 else []
     return ", ".join(words)
 
 
 _FLAGS = {
     "reduce_once": "reduced once",
     "all_reduce_once": "all-reduced once",
+    "gather_once": "gathered once",
     "two_levels": "two levels",
+    "offload": "on the host",
 }
 
 

@@ -44,7 +44,7 @@ def _print_explained(each: Explained, found: Explanation, out: Console) -> None:
         note = "chosen" if way.chosen else "" if way.fits else "does not fit"
         slices = str(way.slices) if way.slices > 1 else EMPTY
         recompute = way.recompute.value if way.recompute else EMPTY
-        table.add_row(way.mode, way.granularity, recompute, slices, seconds, peak, note)
+        table.add_row(way.mode, way.gathered, recompute, slices, seconds, peak, note)
     out.print(indented(table))
 
 
@@ -59,7 +59,7 @@ def _print_memory(found: Explanation, out: Console) -> None:
     if not found.binding:
         print_line(out, "the limit binds nowhere: no stage comes within 1 % of it")
     for each in found.binding:
-        print_line(out, f"the limit binds in {each.phase}, with {format_bytes(each.spare_bytes)} left: {each.label}")
+        print_line(out, f"the limit binds in {each.phase}, with {format_bytes(each.spare_bytes)} left, at {each.label}")
 
 
 def _print_time(found: Explanation, out: Console) -> None:

@@ -16,20 +16,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cluster.link import Link, Measured
-from osdp.cost.graph import StepGraph, step_graph_of, training_of
-from osdp.cost.layout import Shape, Shapes
+from osdp.cost.buckets import apart
+from osdp.cost.graph import StepGraph, fastest_joined, step_graph_of, training_of
+from osdp.cost.layout import Variant, Variants
 from osdp.cost.step_trace import step_trace
 from osdp.cost.tables import Rules
+from osdp.cost.timeline import stage_label
 from osdp.cost.units import WHOLE, Option, modes_for
 from osdp.errors import UsageError
 from osdp.model.graph import ModelGraph
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.recompute import Recompute
 from osdp.report.grouping import label_of
 from osdp.sharding import Scope, ShardingMode
@@ -54,6 +57,11 @@ class Alternative:
     peak_bytes: int
     fits: bool
     chosen: bool = False
+    prefetch: int = 1
+
+    @property
+    def gathered(self) -> str:
+        return f"{self.granularity}, two ahead" if self.prefetch > 1 else self.granularity
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Explained:
             return "there is no other mode, split or recompute for it here"
         if faster:
             best = min(faster, key=lambda each: each.step_seconds)
-            return f"{describe(best)} would be faster and does not fit the memory"
+            return f"{describe(best)} would be faster, but does not fit the memory"
         if fitting and min(each.step_seconds for each in fitting) < self.chosen.step_seconds * (1 - 1e-9):
             best = min(fitting, key=lambda each: each.step_seconds)
             return f"{describe(best)} would be faster by less than the proof leaves open"
@@ -94,7 +102,7 @@ class Binding:
 
     @property
     def label(self) -> str:
-        return label_of(self.stages)
+        return label_of(tuple(map(stage_label, self.stages)))
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ class Explanation:
 
 def describe(way: Alternative) -> str:
     slices = f" in {way.slices} slices" if way.slices > 1 else ""
-    return f"{way.mode}{slices}, {way.recompute.words}, gathered {way.granularity}"
+    return f"{way.mode}{slices}, {way.recompute.words}, gathered {way.gathered}"
 
 
 def explanation(
@@ -162,14 +170,14 @@ def explanation(
 
 def bindings(step: StepGraph, limit: int) -> Iterator[Binding]:
     """The passes of stages whose memory is close to the limit, neighbours together; see `Binding`."""
-    timeline, stages = step.timeline(), len(step.layout.shaped)
+    timeline, stages = step.timeline(), len(step.layout.staged)
     edges = [*timeline.starts, len(timeline.total)]
     found: dict[str, list[tuple[str, int]]] = {}
-    for visit in range(2 * stages + 1):
-        columns = timeline.total[edges[visit] : edges[visit + 1]]
+    for stage_pass in range(2 * stages + 1):
+        columns = timeline.total[edges[stage_pass] : edges[stage_pass + 1]]
         if not len(columns) or limit - int(columns.max()) > NEAR * limit:
             continue
-        moment = timeline.moment(int(edges[visit] + np.argmax(columns)))
+        moment = timeline.moment(int(edges[stage_pass] + np.argmax(columns)))
         found.setdefault(moment.phase, []).append((moment.stage, limit - int(columns.max())))
     for phase, each in found.items():
         yield Binding(phase, tuple(name for name, _ in each), min(spare for _, spare in each))
@@ -182,11 +190,11 @@ def _matching(step: StepGraph, wanted: str) -> list[tuple[int, tuple[str, ...]]]
     """Stages with the units in them that are meant: a whole block, or single units outside blocks."""
     found: list[tuple[int, tuple[str, ...]]] = []
     known: list[str] = []
-    for index, shaped in enumerate(step.layout.shaped):
-        names = [unit.name for unit in shaped.units]
-        if shaped.stage.is_block:
-            known.append(shaped.stage.name)
-            if any(fnmatchcase(name, wanted) for name in (shaped.stage.name, *names)):
+    for index, staged in enumerate(step.layout.staged):
+        names = [unit.name for unit in staged.units]
+        if staged.stage.is_block:
+            known.append(staged.stage.name)
+            if any(fnmatchcase(name, wanted) for name in (staged.stage.name, *names)):
                 found.append((index, tuple(names)))
         else:
             known += names
@@ -195,7 +203,7 @@ def _matching(step: StepGraph, wanted: str) -> list[tuple[int, tuple[str, ...]]]
         close = get_close_matches(wanted, known, 3) or known[:3]
         raise UsageError(f"the plan has no unit {wanted!r}; names look like {', '.join(map(repr, close))}")
     if len(found) > MOST_EXPLAINED:
-        first = step.layout.shaped[found[0][0]].stage.name
+        first = step.layout.staged[found[0][0]].stage.name
         raise UsageError(
             f"{wanted!r} is {len(found)} blocks and units, and at most {MOST_EXPLAINED} are explained; name one of "
             f"them, such as {first!r}"
@@ -204,57 +212,61 @@ def _matching(step: StepGraph, wanted: str) -> list[tuple[int, tuple[str, ...]]]
 
 
 def explained(step: StepGraph, index: int, names: tuple[str, ...]) -> Explained:
-    shaped = step.layout.shaped[index]
-    shapes = Shapes(step.layout.graph)
+    staged = step.layout.staged[index]
+    variants = Variants(step.layout.graph)
     mine = [step.options[place] for place, unit in enumerate(step.layout.units) if unit.name in names]
     largest = max(mine, key=lambda option: option.slices)
-    chosen = _alternative(step, shaped.shape, largest, chosen=True)
+    chosen = _alternative(step, staged.variant, largest, chosen=True)
     others: list[Alternative] = []
-    for shape in _shapes_of(shapes, index, shaped.shape, shaped.stage.is_block):
-        for mode in modes_for(step.cluster):
+    for variant in _variants_of(variants, index, staged.variant, staged.stage.is_block):
+        for mode in (mode for mode in modes_for(step.cluster) if mode.is_sharded or variant.prefetch == 1):
             two_levels = largest.two_levels and ShardingMode(mode).sharded_over is Scope.WORLD
-            late = {"reduce_once": largest.reduce_once, "all_reduce_once": largest.all_reduce_once}
+            late: dict[str, Any] = {"reduce_once": largest.reduce_once, "all_reduce_once": largest.all_reduce_once}
             late["all_reduce_once"] &= mode.is_reduced_across
+            there = largest.offload and not mode.is_sharded_anew and mode.is_sharded
+            late |= {"offload": there, "gather_once": largest.gather_once and mode.is_kept}
             option = Option(mode, two_levels=two_levels, **late)
-            if shape != shaped.shape or any(each != option for each in mine):
-                changed = _changed(step, shapes, index, shape, names, option)
-                others.append(_alternative(changed, shape, option))
+            if variant != staged.variant or any(each != option for each in apart(mine)):
+                changed = _changed(step, variants, index, variant, names, option)
+                others.append(_alternative(changed, variant, option))
     others.sort(key=lambda each: (not each.fits, each.step_seconds, each.peak_bytes))
-    return Explained(shaped.stage.name if shaped.stage.is_block else names[0], names, (chosen, *others))
+    return Explained(staged.stage.name if staged.stage.is_block else names[0], names, (chosen, *others))
 
 
-def _shapes_of(shapes: Shapes, index: int, now: Shape, is_block: bool) -> list[Shape]:
+def _variants_of(variants: Variants, index: int, now: Variant, is_block: bool) -> list[Variant]:
     """As it is, and where it is a block gathered whole, each with every kind of recompute."""
     if not is_block:
         return [now]
-    return [shape for shape in shapes.of(index) if shape.granularity in (now.granularity, WHOLE)]
+    return [variant for variant in variants.of(index) if variant.granularity in (now.granularity, WHOLE)]
 
 
-def _alternative(step: StepGraph, shape: Shape, option: Option, *, chosen: bool = False) -> Alternative:
+def _alternative(step: StepGraph, variant: Variant, option: Option, *, chosen: bool = False) -> Alternative:
     peak = step.timeline().peak_bytes
     fits = peak <= step.cluster.limit_bytes
     seconds = step.seconds
-    return Alternative(option.mode, shape.granularity, shape.recompute, option.slices, seconds, peak, fits, chosen)
+    how = variant.granularity, variant.recompute, option.slices
+    return Alternative(option.mode, *how, seconds, peak, fits, chosen, variant.prefetch)
 
 
 def _changed(
-    step: StepGraph, shapes: Shapes, index: int, shape: Shape, names: Sequence[str], option: Option
+    step: StepGraph, variants: Variants, index: int, variant: Variant, names: Sequence[str], option: Option
 ) -> StepGraph:
     """The step with one stage, or some of its units, held in another way."""
     old = {unit.name: option for unit, option in zip(step.layout.units, step.options, strict=True)}
-    taken = [each.shape for each in step.layout.shaped]
-    taken[index] = shape
-    blocks = [each.stage.is_block for each in step.layout.shaped]
+    taken = [each.variant for each in step.layout.staged]
+    taken[index] = variant
+    blocks = [each.stage.is_block for each in step.layout.staged]
     again = any(each.recompute for each, is_block in zip(taken, blocks, strict=True) if is_block)
     for place, is_block in enumerate(blocks):  # see [Note: Stage] in osdp.model.graph
         other = replace(taken[place], recompute=Recompute.FULL if again else Recompute.NONE)
-        if not is_block and other in shapes.of(place):
+        if not is_block and other in variants.of(place):
             taken[place] = other
-    layout = shapes.layout(taken)
+    layout = variants.layout(taken)
     whole_block = blocks[index]
-    inside = {unit.name for unit in layout.shaped[index].units} if whole_block else set(names)
+    inside = {unit.name for unit in layout.staged[index].units} if whole_block else set(names)
     options = [option if unit.name in inside else old[unit.name] for unit in layout.units]
-    return StepGraph(layout, tuple(options), step.batch, step.training, step.cluster, ())
+    changed = StepGraph(layout, tuple(apart(options)), step.batch, step.training, step.cluster, ())
+    return fastest_joined(changed, step.cluster.limit_bytes)
 
 
 # ---- prices
@@ -264,7 +276,8 @@ def priced(plan: Plan, graph: ModelGraph, *, any_batch: bool) -> Iterator[Price]
     rate, cluster = plan.predicted.samples_per_second, plan.cluster
     more = replace(cluster, memory_bytes=cluster.total_bytes + GIB)
     training = replace(training_of(plan), accumulation=1)
-    rules = Rules(granularities=(WHOLE,)) if plan.compiled else Rules()
+    there = plan.has_inputs_on_host or any(unit.offload for unit in plan.units)
+    rules = Rules(granularities=(WHOLE,) if plan.compiled else None, offload=there)
     batch, micro = (None, None) if any_batch else (plan.batch_size, plan.accumulation)
     found = plan_graph(graph, more, training, rules, batch=batch, accumulation=micro, search_seconds=PRICING_SECONDS)
     best = max(rate, found.predicted.samples_per_second)  # what fits also fits with more

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 import osdp
 from osdp.cluster import format_bytes
+from osdp.cost.timeline import stage_label
 from osdp.planfile import Plan
 from osdp.report.numbers import format_count, format_rate, format_seconds, format_share
 from osdp.report.page import BASES, BaselineRow, gain_sentence, plan_page, way_name
@@ -98,6 +99,8 @@ def report_data(page: ReportPage) -> dict[str, Any]:
 def bound_batch(page: ReportPage) -> int | None:
     """The micro-batch that the proof speaks of, where another one that fits is faster; None where it speaks of all."""
     rates = [point.samples_per_second for curve in page.rates for point in curve.points if point.fits]
+    if page.plan.buckets:  # beyond what the proof speaks of
+        return None
     beaten = bool(rates) and max(rates) > page.plan.certificate.bound * (1 + 1e-6)
     return page.ways[0].batch_size if beaten else None
 
@@ -125,6 +128,7 @@ def _way(way: StepPicture, unit: int) -> dict[str, Any]:
         "backward_end": way.backward_end,
         "end": way.end,
         "slowdown": way.slowdown,
+        "sliced": way.sliced_seconds,
         "seconds": [_short(second) for second in way.memory.seconds],
         "bytes": [[round(value / unit) for value in row] for row in way.memory.part_bytes],
         "places": way.memory.places,
@@ -140,7 +144,7 @@ def _rates(curve: RateCurve) -> dict[str, Any]:
 
 def _stage(stage: StageBox) -> dict[str, Any]:
     return {
-        "name": stage.name,
+        "name": stage_label(stage.name),
         "is_block": stage.is_block,
         "recompute": stage.recompute.value if stage.recompute and stage.is_block else "",
         "saved": stage.saved_bytes,
@@ -155,6 +159,9 @@ def _stage(stage: StageBox) -> dict[str, Any]:
                 "two_levels": box.unit.two_levels,
                 "reduce_once": box.unit.reduce_once,
                 "all_reduce_once": box.unit.all_reduce_once,
+                "gather_once": box.unit.gather_once,
+                "prefetch": box.unit.prefetch,
+                "offload": box.unit.offload,
                 "parameters": box.unit.parameters,
                 "held": box.held_bytes,
                 "own_peak": box.own_peak_bytes,

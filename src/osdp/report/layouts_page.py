@@ -10,6 +10,7 @@ from rich.table import Table
 
 from osdp.cluster.sizes import format_bytes
 from osdp.layouts import Tried
+from osdp.planfile import OuterLayout
 from osdp.report.numbers import format_rate
 from osdp.report.printing import print_heading, print_line
 
@@ -27,6 +28,11 @@ class LayoutRow:
     peak_bytes: int
     ratio: float | None
     reason: str
+    expert: int = 1
+
+    @property
+    def name(self) -> str:
+        return str(OuterLayout(self.tensor, self.pipeline, expert=self.expert))
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,19 @@ class LayoutRows:
 def layout_rows(tried: Sequence[Tried]) -> LayoutRows:
     """All layouts, the fastest first, and a sentence about data parallelism alone."""
     best = max(map(_rate, tried))
-    ordered = sorted(tried, key=lambda each: (-_rate(each), each.tensor, each.pipeline))
+    ordered = sorted(tried, key=lambda each: (-_rate(each), each.degrees))
     rows = tuple(_row(each, best) for each in ordered)
-    alone = next(row for row in rows if row.tensor == row.pipeline == 1)
+    alone = next(row for row in rows if row.tensor == row.pipeline == row.expert == 1)
     first = rows[0]
     if alone.ratio is None:
         verdict = f"data parallelism alone does not fit: it {alone.reason}"
     elif first is alone:
         other = next((row for row in rows[1:] if row.ratio is not None), None)
         verdict = "data parallelism alone is the fastest" + (
-            f", {other.ratio:.2f} times the next, tensor {other.tensor} × pipeline {other.pipeline}" if other else ""
+            f", {other.ratio:.2f} times the next, {other.name}" if other else ""
         )
     else:
-        verdict = f"tensor {first.tensor} × pipeline {first.pipeline} is {alone.ratio:.2f} times data parallelism alone"
+        verdict = f"{first.name} is {alone.ratio:.2f} times data parallelism alone"
     return LayoutRows(rows, verdict)
 
 
@@ -61,11 +67,12 @@ def _rate(tried: Tried) -> float:
 def _row(tried: Tried, best: float) -> LayoutRow:
     plan = tried.plan
     if plan is None:
-        return LayoutRow(tried.tensor, tried.pipeline, None, 0, 0.0, 0.0, 0, None, tried.reason)
+        return LayoutRow(tried.tensor, tried.pipeline, None, 0, 0.0, 0.0, 0, None, tried.reason, tried.expert)
     step, rate = plan.predicted, _rate(tried)
     data = plan.cluster.world_size
     return LayoutRow(
-        tried.tensor, tried.pipeline, data, plan.batch_size, rate, step.mfu, step.peak_bytes, best / rate, ""
+        *(tried.tensor, tried.pipeline, data, plan.batch_size, rate, step.mfu, step.peak_bytes, best / rate, ""),
+        expert=tried.expert,
     )
 
 
@@ -73,15 +80,26 @@ def print_layouts(page: LayoutRows, out: Console) -> None:
     out.print()
     print_heading(out, "Layouts, each with its best plan")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("  tensor", "pipeline", "data", "micro-batch", "samples/s", "MFU", "peak", "slower by"):
+    for name in (
+        "  tensor",
+        "pipeline",
+        "experts over",
+        "data",
+        "micro-batch",
+        "samples/s",
+        "MFU",
+        "peak",
+        "slower by",
+    ):
         table.add_column(name, justify="right")
     for row in page.rows:
         if row.ratio is None:
-            table.add_row(str(row.tensor), str(row.pipeline), "–", "–", "no plan", "–", "–", "–")
+            table.add_row(str(row.tensor), str(row.pipeline), str(row.expert), "–", "–", "no plan", "–", "–", "–")
             continue
         table.add_row(
             str(row.tensor),
             str(row.pipeline),
+            str(row.expert),
             str(row.data),
             str(row.micro_batch),
             format_rate(row.samples_per_second),
@@ -93,5 +111,5 @@ def print_layouts(page: LayoutRows, out: Console) -> None:
     print_line(out, page.verdict)
     reasons = dict.fromkeys(row.reason for row in page.rows if row.reason)
     for reason in reasons:
-        which = [f"{row.tensor} × {row.pipeline}" for row in page.rows if row.reason == reason]
+        which = [row.name for row in page.rows if row.reason == reason]
         print_line(out, f"no plan for {', '.join(which)}: {reason}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
+from osdp.cluster import format_bytes
 from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.errors import DoesNotFit
 from osdp.planfile import NO_LAYOUT, Baseline, Certificate, OuterLayout, Plan, PlanUnit
@@ -35,6 +36,9 @@ class UnitRow:
     two_levels: bool
     parameters: int
     all_reduce_once: bool = False
+    gather_once: bool = False
+    prefetch: int = 1
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,22 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What is taken of one node's host: memory, the part of the parameters there, and the blocks whose input is."""
+
+    peak_bytes: int
+    limit_bytes: int
+    total_bytes: int
+    parameter_share: float
+    is_assumed: bool  # the host is what the catalogue takes a usual machine to have
+    blocks: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.peak_bytes / self.limit_bytes
+
+
+@dataclass(frozen=True)
 class PlanPage:
     """Everything that the page about a plan shows."""
 
@@ -115,6 +135,8 @@ class PlanPage:
     assumptions: tuple[str, ...] = ()
     layout: OuterLayout = NO_LAYOUT
     unused: tuple[str, ...] = ()  # parameters on which the loss does not depend
+    host: HostMemory | None = None  # where units, or inputs of blocks, are on the host
+    buckets: tuple[int, ...] = ()  # units that are reduced together
 
 
 @dataclass(frozen=True)
@@ -179,6 +201,37 @@ def plan_page(plan: Plan) -> PlanPage:
         trained=plan.model.trained,
         assumptions=plan.model.assumptions,
         unused=plan.model.unused,
+        buckets=tuple(map(len, plan.buckets.values())),
+        host=_host(plan),
+    )
+
+
+def _host(plan: Plan) -> HostMemory | None:
+    there = sum(unit.parameters for unit in plan.units if unit.offload)
+    blocks = len({unit.block for unit in plan.units if unit.recompute is Recompute.ON_HOST})
+    if not there and not blocks:
+        return None
+    return HostMemory(
+        plan.predicted.host_peak_bytes,
+        plan.predicted.host_limit_bytes,
+        plan.cluster.host_total_bytes,
+        there / sum(unit.parameters for unit in plan.units),
+        plan.cluster.host_memory_bytes is None,
+        blocks,
+    )
+
+
+def host_sentence(host: HostMemory) -> str:
+    """Why something is on the host, and whose figures these are."""
+    whose = "assumed of a usual machine; --host-memory states another" if host.is_assumed else "as given"
+    share = f"{100 * host.parameter_share:.0f} % of the parameters, with their gradients and optimizer states,"
+    inputs = f"the input{'' if host.blocks == 1 else 's'} of {host.blocks} block{'' if host.blocks == 1 else 's'}"
+    there = [*([share] if host.parameter_share else []), *([inputs] if host.blocks else [])]
+    verb = "is" if there == [inputs] and host.blocks == 1 else "are"
+    return (
+        f"nothing fits on the devices alone: {' and '.join(there)} {verb} on the host"
+        f" ({format_bytes(host.total_bytes)} a node, {whose}); how fast it is follows from data sheets and estimates,"
+        " no device has run it"
     )
 
 
@@ -192,8 +245,7 @@ WORTH_IT = 1.02  # times the best baseline: below that a plan gains little
 
 def way_name(name: str, recompute: Recompute) -> str:
     """A baseline, as people call it."""
-    words = {Recompute.NONE: "", Recompute.SELECTIVE: " with selective recompute", Recompute.FULL: " with recompute"}
-    return name + words[recompute]
+    return name if recompute is Recompute.NONE else f"{name} with {recompute} recompute"
 
 
 def gain_sentence(page: PlanPage) -> str:
@@ -290,6 +342,9 @@ def _unit_row(unit: PlanUnit, block: str | None) -> UnitRow:
         two_levels=unit.two_levels,
         parameters=unit.parameters,
         all_reduce_once=unit.all_reduce_once,
+        gather_once=unit.gather_once,
+        prefetch=unit.prefetch,
+        offload=unit.offload,
     )
 
 

@@ -14,8 +14,9 @@ from osdp.baselines import WAYS, Prices
 from osdp.batching import largest_that_fits
 from osdp.cluster import format_bytes
 from osdp.cost.graph import StepGraph, step_graph_of, training_of
-from osdp.cost.lifetimes import END, START, Allocation, unit_allocations
+from osdp.cost.lifetimes import unit_allocations
 from osdp.cost.option_seconds import Kernels
+from osdp.cost.positions import END, START, Allocation
 from osdp.cost.step_trace import step_trace
 from osdp.cost.tables import Uniform
 from osdp.cost.time_model import compute_time, unit_work
@@ -189,21 +190,21 @@ def stage_boxes(plan: Plan, step: StepGraph) -> tuple[StageBox, ...]:
     planned = {unit.name: unit for unit in plan.units}
     stalls = step_trace(step).stall_seconds
     boxes, place = [], 0
-    for shaped in layout.shaped:
+    for staged in layout.staged:
         forward, backward = (
-            compute_time(shaped.trace, step.cluster, step.training, backward=back) for back in (False, True)
+            compute_time(staged.trace, step.cluster, step.training, backward=back) for back in (False, True)
         )
         units = []
-        for unit in shaped.units:
+        for unit in staged.units:
             kernels = Kernels.of(layout.places[place], forward, backward, batch, batch)
             units.append(_unit_box(planned[unit.name], step, place, sum(kernels), stalls.get(unit.name, 0.0)))
             place += 1
         boxes.append(
             StageBox(
-                name=shaped.stage.name,
-                is_block=shaped.stage.is_block,
-                recompute=shaped.shape.recompute,
-                saved_bytes=shaped.trace.forward_delta.at(batch),
+                name=staged.stage.name,
+                is_block=staged.stage.is_block,
+                recompute=staged.variant.recompute,
+                saved_bytes=staged.trace.forward_delta.at(batch),
                 forward_seconds=forward.at(batch),
                 backward_seconds=backward.at(batch),
                 units=tuple(units),
@@ -253,6 +254,13 @@ def proof_sentence(proof: Certificate, plan: Plan) -> str:
     sizes = "one batch size" if proof.batches_searched == 1 else f"{proof.batches_searched} batch sizes"
     space = f"{proof.options:,} options of its units and {sizes}"
     within = f"within {format_bytes(plan.predicted.limit_bytes)} on each device"
+    if plan.buckets:
+        units = sum(map(len, plan.buckets.values()))
+        return (
+            f"No plan of the searched space, in which every unit is reduced by itself, is faster than {bound} samples/s"
+            f" {within} ({proof.status}, over {space}, in {proof.seconds:.1f} s). This one reaches {rate}: it reduces"
+            f" {units} units in {plan.all_reduces}, which is a rule and not part of the proof."
+        )
     left = max(0.0, 1 - plan.predicted.samples_per_second / proof.bound)
     if proof.status == "optimal":
         return (

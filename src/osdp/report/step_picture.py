@@ -8,17 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.cost.graph import StepGraph
-from osdp.cost.lifetimes import (
-    BUFFERS,
-    CONSTANTS,
-    GATHERED,
-    GRADIENTS,
-    PARAMETERS,
-    PARTS,
-    SAVED,
-    STATES,
-    TEMPORARIES,
-)
+from osdp.cost.positions import BUFFERS, CONSTANTS, GATHERED, GRADIENTS, PARAMETERS, PARTS, SAVED, STATES, TEMPORARIES
 from osdp.cost.step_trace import Span, StepTrace, step_trace
 from osdp.cost.timeline import Timeline
 
@@ -64,6 +54,7 @@ class StepPicture:
     backward_end: float
     end: float
     slowdown: float
+    sliced_seconds: float  # of collectives within a split operator's computation, which have no span
     memory: MemoryCurve
     spans: tuple[Span, ...]
 
@@ -75,7 +66,7 @@ class StepPicture:
 def step_picture(name: str, graph: StepGraph) -> StepPicture:
     trace, timeline = step_trace(graph), graph.timeline()
     samples = graph.batch * graph.training.accumulation * graph.cluster.world_size
-    forward = trace.segments[: len(graph.layout.shaped)]
+    forward = trace.segments[: len(graph.layout.staged)]
     return StepPicture(
         name=name,
         batch_size=graph.batch,
@@ -84,10 +75,11 @@ def step_picture(name: str, graph: StepGraph) -> StepPicture:
         samples_per_second=samples / trace.step_seconds,
         step_seconds=trace.step_seconds,
         peak_bytes=timeline.peak_bytes,
-        forward_end=max((segment[1] for visit in forward for segment in visit), default=0.0),
+        forward_end=max((segment[1] for stage_pass in forward for segment in stage_pass), default=0.0),
         backward_end=trace.optimizer[0],
         end=trace.optimizer[1],
         slowdown=trace.slowdown,
+        sliced_seconds=trace.sliced_seconds,
         memory=memory_curve(timeline, trace),
         spans=trace.spans,
     )
@@ -119,8 +111,8 @@ def column_seconds(timeline: Timeline, trace: StepTrace) -> np.ndarray:
     """When each slot of a timeline begins. What comes before a segment's kernels shares the time up to them."""
     found = np.zeros(len(timeline.total))
     column, before = 0, 0.0
-    for visit in trace.segments:
-        for start, end in visit:
+    for stage_pass in trace.segments:
+        for start, end in stage_pass:
             found[column : column + 3] = before, (before + start) / 2, start
             column, before = column + 3, end
     found[column] = trace.optimizer[0]

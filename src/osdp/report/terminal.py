@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
@@ -10,12 +11,14 @@ from rich.text import Text
 
 from osdp.cluster import format_bytes
 from osdp.cluster.device import CALIBRATED
+from osdp.recompute import Recompute
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
 from osdp.report.page import (
     BASES,
     Group,
+    HostMemory,
     Memory,
     MisfitPage,
     Part,
@@ -23,6 +26,7 @@ from osdp.report.page import (
     RemedyRow,
     UnitRow,
     gain_sentence,
+    host_sentence,
     unused_sentence,
 )
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
@@ -36,6 +40,8 @@ BAR_WIDTH = 30
 def print_plan(page: PlanPage, out: Console) -> None:
     _print_headline(page, out)
     _print_memory(page.memory, out)
+    if page.host is not None:
+        _print_host(page.host, out)
     _print_groups(page, out)
     _print_baselines(page, out)
     _print_certificate(page, out)
@@ -77,15 +83,20 @@ def _print_headline(page: PlanPage, out: Console) -> None:
 def layout_sentence(page: PlanPage) -> str:
     """The layout, and what of the step its other dimensions take."""
     layout = page.layout
-    kinds = (("collectives of the tensor dimension", layout.tensor), ("messages between stages", layout.pipeline))
+    kinds = (
+        ("collectives of the tensor dimension", layout.tensor),
+        ("all-to-alls of the experts", layout.expert),
+        ("messages between stages", layout.pipeline),
+    )
     waited = " and ".join(name for name, degree in kinds if degree > 1)
     waits = [f"{waited} {format_seconds(layout.tensor_seconds)}"]
     if layout.pipeline > 1:
         waits.append(f"bubble of the pipeline {format_seconds(layout.bubble_seconds)}")
     stage = f"; stage {layout.stage} of {layout.pipeline}" if layout.pipeline > 1 else ""
+    experts = f", of which {layout.expert} share the experts" if layout.expert > 1 else ""
     return (
-        f"layout {layout} × data {page.world_size}{stage}; parameters, memory and units below are one rank's share;"
-        f" of the step, {', '.join(waits)}"
+        f"layout {replace(layout, expert=1)} × data {page.world_size}{experts}{stage}; parameters, memory and units"
+        f" below are one rank's share; of the step, {', '.join(waits)}"
     )
 
 
@@ -112,6 +123,13 @@ def _print_memory(memory: Memory, out: Console) -> None:
     out.print(indented(table))
 
 
+def _print_host(host: HostMemory, out: Console) -> None:
+    print_heading(out, "Memory of each node's host")
+    taken = f" {format_bytes(host.peak_bytes)} of {format_bytes(host.limit_bytes)} ({format_share(host.share)})"
+    out.print(Text.assemble("  ", (_bar(host.share, out), "green"), taken))
+    print_line(out, host_sentence(host))
+
+
 def _bar(share: float, out: Console) -> str:
     full, empty = ("#", "-") if out.options.ascii_only else ("█", "░")
     filled = max(0, min(BAR_WIDTH, round(BAR_WIDTH * share)))
@@ -132,6 +150,13 @@ def _print_groups(page: PlanPage, out: Console) -> None:
         print_line(out, "* gradients are reduced once a step, after the last micro-batch")
     if any(unit.all_reduce_once for group in page.groups for unit in group.units):
         print_line(out, "** gradients are all-reduced across nodes once a step, and reduced in the node before")
+    if page.buckets:
+        joined = "one all-reduce" if len(page.buckets) == 1 else f"{len(page.buckets)} all-reduces"
+        print_line(out, f"{sum(page.buckets)} replicated units are reduced in {joined}")
+    if any(group.recompute is Recompute.ON_HOST for group in page.groups):
+        print_line(out, "recompute host: in full, and the block's input is on the host until then")
+    if any(unit.gather_once for group in page.groups for unit in group.units):
+        print_line(out, "gathered once: by the first micro-batch of a step, and freed by the last")
 
 
 def _add_group(table: Table, group: Group) -> None:
@@ -141,14 +166,17 @@ def _add_group(table: Table, group: Group) -> None:
         unit = group.units[0]
         table.add_row(group.label or "the whole model", _mode(unit), _slices(unit), recompute, total)
         return
-    table.add_row(group.label, "", "", recompute, total)
+    ahead = "two gathered ahead" if any(unit.prefetch > 1 for unit in group.units) else ""
+    table.add_row(group.label, ahead, "", recompute, total)
     for unit in group.units:
         table.add_row(f"  {unit.name or 'the rest'}", _mode(unit), _slices(unit), "", format_count(unit.parameters))
 
 
 def _mode(unit: UnitRow) -> str:
     mark = "*" if unit.reduce_once else "**" if unit.all_reduce_once else ""
-    return unit.mode + mark + (", two levels" if unit.two_levels else "")
+    stays = ", gathered once" if unit.gather_once else ""
+    levels = ", two levels" if unit.two_levels else ""
+    return unit.mode + mark + stays + levels + (", on the host" if unit.offload else "")
 
 
 def _slices(unit: UnitRow) -> str:
@@ -184,6 +212,8 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
         f"{proof.status}: no plan of the searched space exceeds {format_rate(proof.bound)} samples/s "
         f"(gap {100 * proof.gap:.2f} %)",
     )
+    if page.buckets:
+        print_line(out, "that is with every unit reduced by itself: joining reductions is a rule beyond the proof")
     if proof.fastest_batch_size > page.batch_size:
         print_line(
             out,
@@ -191,6 +221,8 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
             f"{proof.fastest_batch_size}; this one has the smallest that come within 1 % of it",
         )
     sizes = "1 batch size" if proof.batches_searched == 1 else f"{proof.batches_searched} batch sizes"
+    if page.host is not None:
+        print_line(out, "among plans that use the host's memory, as none without it fits")
     found = f"{proof.options} options, {proof.nodes} branch-and-bound nodes, in {format_seconds(proof.seconds)}"
     print_line(out, f"{sizes}, {found}")
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from osdp.cost.graph import COMMUNICATION, StepGraph
-from osdp.cost.lifetimes import CONSTANTS, PARTS, SAVED, TEMPORARIES, unit_allocations
+from osdp.cost.lifetimes import unit_allocations
+from osdp.cost.positions import CONSTANTS, PARTS, SAVED, TEMPORARIES
 from osdp.cost.step_trace import step_trace
 from osdp.cost.timeline import Timeline, column_of
 from osdp.files import write_bytes, write_text

@@ -24,6 +24,8 @@ def print_verification(plan: Plan, found: Verification, out: Console) -> None:
     count = f"{len(found.issued):,} issued"
     same = f"{count}, all as planned, in order" if found.collectives_match else found.first_difference
     _verdict(out, found.collectives_match, f"collectives: {same}")
+    if plan.compiled:
+        out.print("  blocks of the dry run, and of this prediction, are eager code; the plan's are compiled")
     if found.micro_batches < plan.accumulation:
         out.print(f"  {found.micro_batches} of {plan.accumulation} micro-batches were run: those between are alike")
 

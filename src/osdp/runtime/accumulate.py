@@ -21,8 +21,9 @@ def accumulate(model: nn.Module, micro_batches: Sequence[T]) -> Iterator[T]:
             (loss(model(inputs), targets) / len(micro_batches)).backward()
 
     Units that the plan reduces once keep their gradients until the last micro-batch, those that it all-reduces once are
-    reduced in the node each time and across nodes then; the others are reduced each time. Where the loop is left early,
-    they are reduced then; see [Note: Steps that end early]. All ranks leave it alike.
+    reduced in the node each time and across nodes then; the others are reduced each time. Units that it gathers once
+    are gathered by the first micro-batch and freed by the last. Where the loop is left early, they are reduced and
+    freed then; see [Note: Steps that end early]. All ranks leave it alike.
     """
     applied = applied_to(model)
     try:
@@ -36,7 +37,10 @@ def accumulate(model: nn.Module, micro_batches: Sequence[T]) -> Iterator[T]:
 
 @contextlib.contextmanager
 def reduced_later(model: nn.Module) -> Iterator[None]:
-    """Within it, reductions wait that the plan makes once a step: this is not the last micro-batch."""
+    """Within it, reductions wait that the plan makes once a step, and what it gathers once stays gathered.
+
+    This is not the last micro-batch.
+    """
     applied = applied_to(model)
     _complete(applied, False)
     try:
@@ -46,12 +50,14 @@ def reduced_later(model: nn.Module) -> Iterator[None]:
 
 
 def _complete(applied: Applied, now: bool) -> None:
-    """Whether the next backward makes the reductions that are made once a step."""
+    """Whether the next backward makes the reductions that are made once a step, and frees what is gathered once."""
     cluster = applied.plan.cluster
     crosses = cluster.nodes > 1 and cluster.devices_per_node > 1  # else a reduction in the node is all there is
     for piece in applied.pieces:
         module = piece.modules[0]
         assert isinstance(module, FSDPModule)
+        if piece.unit.gather_once:
+            FSDPModule.set_reshard_after_backward(module, now, recurse=False)  # of this unit: see `reduce_in_pipeline`
         if piece.unit.reduce_once:
             module.set_requires_gradient_sync(now, recurse=False)
         elif crosses and piece.unit.all_reduce_once and piece.mode.is_reduced_across:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp._torch.clip import clip_over_meshes
@@ -30,20 +29,22 @@ from osdp._torch.fsdp import (
 )
 from osdp._torch.scaler import agree_on_overflow
 from osdp.accelerator import FAKE, running_engine, training_device
+from osdp.cost.gather_order import backward_gathers, backward_order, forward_gathers, planned_place
 from osdp.cost.sharding import shard_dim
 from osdp.cost.training import PRECISIONS
 from osdp.engine import ASYNC_GLOO, Engine
 from osdp.errors import UsageError
 from osdp.losses import chunk_loss
 from osdp.model.fake import without_cache
-from osdp.planfile import Plan, PlanUnit, backward_order, unit_depths
+from osdp.planfile import Plan, PlanUnit, unit_depths
 from osdp.recompute import Recompute
-from osdp.runtime.async_comm import Reductions
+from osdp.runtime.async_comm import Bucket, Reductions
+from osdp.runtime.batch_norm import average_once, sync_over
 from osdp.runtime.clip import scale_to, torch_norm
-from osdp.runtime.collectives import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter
+from osdp.runtime.collectives import AsyncAllGather, AsyncAllReduce, AsyncReduceScatter, pack
 from osdp.runtime.compiled import compile_blocks
 from osdp.runtime.consistency import check_model, check_ranks, check_weights, say_other_engine
-from osdp.runtime.larger_layout import check_mesh, model_ranks, remember_ranks
+from osdp.runtime.larger_layout import find_mesh, model_ranks, remember_ranks
 from osdp.runtime.local import local_tensor
 from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
@@ -111,10 +112,12 @@ def parallelize(
 
     By default it is trained where `osdp.accelerator.training_device` says, by the engine of its process group; see
     [Note: Engines]. For a model that is tensor-parallel, or one stage of a pipeline, `mesh` is the data-parallel
-    dimension of the device mesh: `mesh["dp"]`; see [Note: Larger layout].
+    dimension of the device mesh: `mesh["dp"]`, or `mesh["dp", "ep"]` where experts lie over one of their own; see
+    [Note: Larger layout].
     """
     refuse_wrapped(model)
-    check_mesh(model, plan, mesh)
+    within = find_mesh(model, plan, mesh)
+    mesh = within.ranks
     before = list(model.parameters())
     device = training_device(model, device)
     running = running_engine(device)
@@ -127,14 +130,16 @@ def parallelize(
         chunk_loss(model, plan.loss_chunks)
     give_scalars_a_dimension(model)
     check_model(model, plan, group)
-    check_weights(model, group)
-    meshes = meshes_of(device.type, plan.cluster.nodes, plan.cluster.devices_per_node, engine=engine, within=mesh)
-    ranks = model_ranks(model, mesh)
+    check_weights(model, group, None if within.experts is None else within.experts.get_group())
+    nodes, devices = plan.cluster.nodes, plan.cluster.devices_per_node
+    meshes = meshes_of(device.type, nodes, devices, engine=engine, within=mesh, experts=within.experts)
+    ranks = model_ranks(model, within)
+    sync_over(model, group)
     template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
     _checkpoint_and_compile(model, plan, modules, device)
-    _shard(model, plan, pieces, meshes)
+    _shard(model, plan, pieces, meshes, engine)
     for piece in pieces:
         for module in piece.modules:
             if isinstance(module, nn.MultiheadAttention):
@@ -144,11 +149,13 @@ def parallelize(
         # A parameter may get a gradient on some ranks only: they all must send it.
         _sharded(piece.modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
         for group in param_groups(piece.modules[0]):
-            reduce_after_last_call(group, None if reductions is None else reductions.finish)
+            reduce_after_last_call(group, None if reductions is None else reductions.finish_under_way)
             if not piece.mode.is_sharded:
                 compute_in_place(group)
+        if piece.unit.experts and reductions is None:
+            _average_over_all(piece, len(ranks), plan.layout.expert)
     if reductions is not None:
-        _use_comm_threads(pieces, meshes, reductions)
+        _use_comm_threads(plan, pieces, meshes, reductions)
     unused = _watch(pieces, meshes, reductions)
     _prefetch(plan, pieces, early=engine.gathers_before_waiting)
     on_meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -156,8 +163,9 @@ def parallelize(
         remember_ranks(on_meshes, len(ranks))
     agree_on_overflow(on_meshes)
     clip_over_meshes(on_meshes, norm=torch_norm, scale=scale_to)
-    reduce_in_pipeline(_sharded(model))
-    recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused)
+    once = [piece for piece in pieces if piece.unit.gather_once]
+    reduce_in_pipeline(_sharded(model), [_sharded(piece.modules[0]) for piece in once])
+    recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused, ranks, _groups(once))
     model.register_forward_pre_hook(recovery.before_forward, prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     model.register_forward_pre_hook(BatchWatch(plan).before_forward, with_kwargs=True)
@@ -178,6 +186,9 @@ def _checkpoint_and_compile(
     share_draws = device.type == "cpu" and is_real
     compiled = [modules[block] for block in plan.blocks] if plan.compiled and is_real else []
     inside = {block: each for block, each in how.items() if block in compiled and each is Recompute.SELECTIVE}
+    for block in how:
+        if block not in compiled:
+            average_once(block)
     recompute(inside.items(), share_draws=False)
     compile_blocks(compiled, device)
     recompute(((block, each) for block, each in how.items() if block not in inside), share_draws=share_draws)
@@ -227,24 +238,39 @@ def _pieces(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> l
         for index, part in enumerate(slices.get(unit.name, ())):
             mode = unit.sharding if index < unit.sharded_splits else REPLICATE
             pieces.append(Piece(unit, mode, (part,), depth[unit.name] + 1))
-    alone = plan.cluster.devices_per_node == 1  # what is sharded over one device is replicated
-    return [replace(piece, mode=REPLICATE) if alone and piece.mode.is_reduced_across else piece for piece in pieces]
+    # what is sharded over one device is replicated
+    alone = {False: plan.cluster.devices_per_node == 1, True: plan.cluster.devices_per_node == plan.layout.expert}
+    return [
+        replace(piece, mode=REPLICATE) if alone[piece.unit.experts] and piece.mode.is_reduced_across else piece
+        for piece in pieces
+    ]
 
 
-def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes) -> None:
+def _offload_policy(unit: PlanUnit, engine: Engine, device_type: str) -> OffloadPolicy:
+    """Where a unit's shards are. The asynchronous engine runs on CPUs alone, where device and host are the same."""
+    if not unit.offload or engine == ASYNC_GLOO:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device_type != "cpu")
+
+
+def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes, engine: Engine) -> None:
     policy = precision_policy(plan)
     tied = _tied_names(model)
+    sharded: set[nn.Parameter] = set()
     with shared_post_forward_meshes():
         for piece in sorted(pieces, key=lambda piece: -piece.depth):  # deeper units first
+            own = meshes.for_units(experts=piece.unit.experts)
             fully_shard(
                 piece.modules[0] if len(piece.modules) == 1 else list(piece.modules),
-                mesh=meshes.of(piece.mode),
-                reshard_after_forward=meshes.after_forward(piece.mode),
-                shard_placement_fn=_placement(piece.mode, meshes),
+                mesh=own.of(piece.mode),
+                reshard_after_forward=own.after_forward(piece.mode, casts=PRECISIONS[plan.precision].casts),
+                shard_placement_fn=_placement(piece.mode, own),
                 mp_policy=policy,
+                offload_policy=_offload_policy(piece.unit, engine, meshes.device_type),
+                ignored_params=sharded,
             )
-    sharded = {param.sharded_param for group in _groups(pieces) for param in group.fsdp_params}
-    _tie_again(model, tied, sharded)
+            sharded |= {param.sharded_param for group in param_groups(piece.modules[0]) for param in group.fsdp_params}
+            _tie_again(model, tied, sharded)  # else a unit around would take a parameter's other name as its own
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes.world, reshard_after_forward=False, mp_policy=policy, ignored_params=sharded)
 
@@ -275,18 +301,49 @@ def _tie_again(model: nn.Module, tied: Sequence[Sequence[str]], sharded: Set[nn.
                 module._parameters[key] = taken
 
 
-def _use_comm_threads(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:
+def _divide(gradient: torch.Tensor, by: int) -> None:
+    gradient.div_(by)
+
+
+def _average_over_all(piece: Piece, ranks: int, experts: int) -> None:
+    """Divides the sum of an expert's gradients by all ranks, whose samples it has seen; see [Note: Experts].
+
+    NCCL does so as it adds up; gloo cannot, and FSDP2 divides afterwards if it is told to. A replica's FSDP2 would
+    divide into a copy: the mean over the ranks with the same experts is divided in place instead.
+    """
+    module = _sharded(piece.modules[0])
+    if not piece.mode.is_sharded:
+        module.set_all_reduce_hook(functools.partial(_divide, by=experts))
+        return
+    module.set_gradient_divide_factor(float(ranks))
+    if dist.get_backend() != dist.Backend.NCCL:
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _use_comm_threads(plan: Plan, pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions) -> None:
     """Gives every piece's collectives to one communication threads; see [Note: Engines]."""
     comm_threads = meshes.comm_threads
+    buckets = _buckets(plan, meshes)
     for piece in pieces:
-        module, two_levels = _sharded(piece.modules[0]), piece.unit.two_levels
+        module, two_levels, experts = _sharded(piece.modules[0]), piece.unit.two_levels, piece.unit.experts
         for group in param_groups(piece.modules[0]):
-            scatter = AsyncReduceScatter(reductions, meshes.groups, group, two_levels=two_levels)
+            scatter = AsyncReduceScatter(reductions, meshes.groups, group, two_levels=two_levels, experts=experts)
             keep_partial(group)
-            module.set_custom_all_gather(AsyncAllGather(comm_threads, two_levels=two_levels))
+            module.set_custom_all_gather(AsyncAllGather(comm_threads, two_levels=two_levels, experts=experts))
             module.set_custom_reduce_scatter(scatter)
             if not piece.mode.is_sharded:
-                module.set_all_reduce_hook(AsyncAllReduce(reductions, meshes.groups, group, scatter))
+                bucket = buckets.get(piece.unit.name)
+                reduced = AsyncAllReduce(reductions, meshes.groups, group, scatter, bucket, experts=experts)
+                module.set_all_reduce_hook(reduced)
+
+
+def _buckets(plan: Plan, meshes: Meshes) -> dict[str, Bucket]:
+    """By unit, the bucket with which it is reduced; see [Note: Joined reductions] in osdp.cost.buckets."""
+    packed = functools.partial(pack, ranks=meshes.groups.world.size())
+    found: dict[str, Bucket] = {}
+    for names in plan.buckets.values():
+        found |= dict.fromkeys(names, Bucket(len(names), packed))
+    return found
 
 
 def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> UnusedGradients:
@@ -303,10 +360,7 @@ def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | Non
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
-    """Every piece gathers the next one while it computes, in both directions.
-
-    See [Note: Prefetch] in osdp.cost.lifetimes, which says too what is `early`.
-    """
+    """Every piece issues the gathers that osdp.cost.gather_order says; its [Note: Prefetch] says what is `early`."""
     sliced = {_sharded(piece.modules[0]) for piece in pieces if piece.unit.splits > 1}
     by_unit: dict[str, list[FSDPModule]] = {}
     for piece in pieces:
@@ -315,11 +369,12 @@ def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:
     backward = [module for unit in backward_order(plan.units) for module in reversed(by_unit[unit.name])]
     for module in forward:
         module._set_unshard_async_op(True)
-    for current, following in itertools.pairwise(forward):
+    place = {_sharded(piece.modules[0]): planned_place(piece.unit) for piece in pieces}
+    for current, following in forward_gathers(forward, place.__getitem__).items():
         prefetch(current, following, backward=False)
         if early and current not in sliced:
             prefetch_early(current)
-    for current, following in itertools.pairwise(backward):
+    for current, following in backward_gathers(backward, place.__getitem__).items():
         prefetch(current, following, backward=True)
 
 

@@ -38,11 +38,22 @@ CLOSING_SECONDS = 5.0  # for collectives under way; a peer that is gone ends the
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of the communication threads: all ranks, those of this node, those at this place in every node."""
+    """Process groups of the communication threads: all ranks, those of this node, those at this place in every node.
+
+    Gradients are divided by the number of ranks whose samples they are of, `samples`. Of experts over a dimension of
+    their own, `experts` has the groups of the ranks that hold the same ones.
+    """
 
     world: dist.ProcessGroup
     node: dist.ProcessGroup
     across: dist.ProcessGroup
+    samples: int
+    experts: Groups | None = None
+
+    def of(self, *, experts: bool) -> Groups:
+        found = self.experts if experts else self
+        assert found is not None
+        return found
 
     @property
     def two_levels(self) -> bool:
@@ -169,6 +180,24 @@ class _Reduction:
     delivery: CommWork
     parameters: set[nn.Parameter]
     earlier: list[tuple[nn.Parameter, Tensor]]  # gradients of micro-batches before, to which this one is added
+    unpack: Callable[[], None] | None = None  # where it was of several units
+
+
+Pack = Callable[[list[Tensor]], tuple[Job, tuple[Tensor, ...], Callable[[], None]]]  # a job, what it needs, its end
+
+
+class Bucket:
+    """Units whose gradients one reduction averages, so many `units`; see [Note: Joined reductions]."""
+
+    def __init__(self, units: int, pack: Pack) -> None:
+        self.units, self.pack = units, pack
+        self.clear()
+
+    def clear(self) -> None:
+        self.left = 0  # units that backward has left
+        self.gradients: list[Tensor] = []
+        self.parameters: set[nn.Parameter] = set()
+        self.earlier: list[tuple[nn.Parameter, Tensor]] = []
 
 
 class Reductions:
@@ -177,26 +206,53 @@ class Reductions:
     def __init__(self, comm_threads: CommThreads) -> None:
         self._courier = comm_threads
         self._under_way: _Reduction | None = None
+        self._open: list[Bucket] = []  # that have gradients and are not under way
         comm_threads.used_by(self)
 
     def start(self, job: Job, parameters: Sequence[nn.Parameter], *held: Tensor, wait: bool) -> None:
         """Begins a reduction of the parameters' gradients; with `wait`, ends it too."""
-        if self._under_way is not None and not self._under_way.parameters.isdisjoint(parameters):
-            self.finish()  # a unit that backward leaves again: to what it gave before, this is added
+        self._finish_of(parameters)
         delivery = self._courier.send(job, *held)
         if wait:
             delivery.wait()
             return
-        earlier = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter, _ in earlier:
-            parameter.grad = None  # else FSDP2 would add the result now, before it is there
-        self.finish()
+        earlier = _taken_away(parameters)
+        self.finish_under_way()
         self._under_way = _Reduction(delivery, set(parameters), earlier)
         # Each asks for the end: a flag would stay behind where backward fails.
         when_backward_ends(self.finish)
 
+    def join(self, bucket: Bucket, gradient: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Leaves a unit's gradients to a bucket, which is reduced when the last of its units is left."""
+        self._finish_of(parameters)
+        bucket.left += 1
+        bucket.gradients.append(gradient)
+        bucket.parameters.update(parameters)
+        bucket.earlier += _taken_away(parameters)
+        if bucket not in self._open:
+            self._open.append(bucket)
+        if bucket.left == bucket.units:
+            self._reduce(bucket)
+        when_backward_ends(self.finish)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._open.remove(bucket)
+        job, held, unpack = bucket.pack(bucket.gradients)
+        delivery = self._courier.send(job, *held)
+        self.finish_under_way()
+        self._under_way = _Reduction(delivery, bucket.parameters, bucket.earlier, unpack)
+        bucket.clear()
+
+    def _finish_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Ends reductions of a unit that backward leaves again: to what it gave before, this is added."""
+        begun = [*self._open, *([self._under_way] if self._under_way is not None else [])]
+        if not all(each.parameters.isdisjoint(parameters) for each in begun):
+            self.finish()
+
     def abandon(self) -> None:
         """Waits for the reduction that is under way, if any, and leaves gradients as they are: its backward failed."""
+        while self._open:
+            self._open.pop().clear()
         reduction, self._under_way = self._under_way, None
         if reduction is not None:
             reduction.delivery.wait()
@@ -205,14 +261,30 @@ class Reductions:
         """A collective that is no reduction, in its turn, to its end."""
         self._courier.send(job).wait()
 
-    @torch.no_grad()
     def finish(self) -> None:
+        """Reduces what waits for units that backward has not left, and ends all."""
+        while self._open:
+            self._reduce(self._open[0])
+        self.finish_under_way()
+
+    @torch.no_grad()
+    def finish_under_way(self) -> None:
         """Waits for the reduction that is under way, if any."""
         reduction, self._under_way = self._under_way, None
         if reduction is None:
             return
         reduction.delivery.wait()
+        if reduction.unpack is not None:
+            reduction.unpack()
         for parameter, earlier in reduction.earlier:
             if parameter.grad is not None:
                 local_tensor(earlier).add_(local_tensor(parameter.grad))
             parameter.grad = earlier
+
+
+def _taken_away(parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Gradients of micro-batches before; FSDP2 would add the result to them now, before it is there."""
+    earlier = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    return earlier

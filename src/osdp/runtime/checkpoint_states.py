@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from osdp.errors import UsageError
 from osdp.runtime.apply import applied_to
 from osdp.runtime.split import JoinedTensor, held_parameters
+from osdp.runtime.state_tensors import state_zeros
 
 CHECKPOINT_VERSION = 1
 KINDS = ("parameters", "buffers")
@@ -87,10 +88,12 @@ class States:
                     joined[key] = value
                 elif all(state[key].shape == p.shape for state, p in zip(states, parameters, strict=True)):
                     joined[key] = _join([state[key] for state in states], dim)
+                elif len(parameters) == 1 and value.ndim == parameters[0].ndim:  # factors and scales
+                    joined[key] = value
                 else:
                     raise UsageError(
                         f"{key} of {name} has shape {list(value.shape)}: of {type(self.optimizer).__name__} only states"
-                        " of the parameter's shape and single numbers can be saved; choose another optimizer"
+                        " with the parameter's dimensions and single numbers can be saved; choose another optimizer"
                     )
             yield name, joined
 
@@ -162,6 +165,9 @@ class States:
                     made[name][key] = [torch.zeros((), dtype=entry.properties.dtype)], 0
                     continue
                 own = [self.optimizer.state.get(parameter, {}).get(key) for parameter in parameters]
+                if len(parameters) == 1 and tuple(entry.size) != tuple(parameters[0].shape):  # factors and scales
+                    made[name][key] = [_state_like(own[0], parameters[0], entry)], 0
+                    continue
                 # A state in the parameter's dtype follows the parameter to another one.
                 like = None if entry.properties.dtype == dtype else entry.properties.dtype
                 pairs = zip(own, parameters, strict=True)
@@ -191,6 +197,13 @@ def _join(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Of slices one tensor, which names them; not a copy, so that what is read into it is in the slices."""
     tensors = [tensor.detach() for tensor in tensors]
     return tensors[0] if len(tensors) == 1 else JoinedTensor(tensors, dim)
+
+
+def _state_like(own: Any, parameter: Tensor, entry: Any) -> Tensor:
+    """The optimizer's own state of this size, or a new one."""
+    if isinstance(own, Tensor) and own.shape == entry.size:
+        return own
+    return state_zeros(parameter, entry.size, entry.properties.dtype)
 
 
 def _fits(state: Any, parameter: Tensor) -> bool:

@@ -43,17 +43,18 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradients together, in double precision, equal on all ranks: a collective."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local = [local_tensor(grad) for grad in grads]
-    by_copies: dict[float, list[Tensor]] = {}
+    device = _device_of(grads)
+    by_copies: dict[tuple[float, torch.device], list[Tensor]] = {}  # units may be on the host
     for grad, own in zip(grads, local, strict=True):
         if own.numel():  # of an empty part there is no norm
-            by_copies.setdefault(ranks_of(grad) / _shards(grad), []).append(own)
-    norms = {copies: _norms(parts, norm_type) for copies, parts in by_copies.items()}
-    total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
+            by_copies.setdefault((ranks_of(grad) / _shards(grad), own.device), []).append(own)
+    norms = {alike: _norms(parts, norm_type).to(device) for alike, parts in by_copies.items()}
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         for each in norms.values():
             total = torch.maximum(total, each.max())
     else:
-        for copies, each in norms.items():
+        for (copies, _), each in norms.items():
             total += each.pow_(norm_type).sum() / copies
     if ranks > 1:
         dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
@@ -63,9 +64,19 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 @torch.no_grad()
 def scale_to(grads: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiplies gradients so that their norm, which is `norm`, is at most `max_norm`."""
-    local = [local_tensor(grad) for grad in grads]
-    if local:
-        torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(local[0].dtype))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for own in map(local_tensor, grads):
+        by_device.setdefault(own.device, []).append(own)
+    for device, local in by_device.items():
+        torch._foreach_mul_(local, factor.to(device, local[0].dtype))
+
+
+def _device_of(grads: Sequence[Tensor]) -> torch.device | None:
+    """Where ranks exchange what they know of these: on their meshes' device, though all may be on the host."""
+    kind = next((grad.device_mesh.device_type for grad in grads if isinstance(grad, DTensor)), None)
+    placed = next((grad.device for grad in grads if kind is None or grad.device.type == kind), None)
+    return torch.device(kind) if placed is None and kind is not None else placed
 
 
 def torch_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:

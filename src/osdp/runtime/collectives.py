@@ -26,7 +26,7 @@ FSDP2 keeps that shard itself on a mesh of several nodes (its `partial_reduce_ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 from osdp._torch.fsdp import AllGather, FSDPParamGroup, ReduceAfterLastCall, ReduceScatter
 from osdp.cost.time_model import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from osdp.runtime.async_comm import CommThreads, CommWork, Groups, Job, Reductions
+from osdp.runtime.async_comm import Bucket, CommThreads, CommWork, Groups, Job, Reductions
 from osdp.runtime.collective_recorder import issue
 
 PIECES = 2  # of a part on its way; see [Note: Ring]
+SMALL_BYTES = 1 << 16  # parts up to here are one piece: each further message costs more CPU than it saves time
 
 
 class _Allocates:
@@ -49,21 +50,21 @@ class _Allocates:
 class AsyncAllGather(_Allocates, AllGather):
     """An all-gather by communication threads, flat or over two levels."""
 
-    def __init__(self, comm_threads: CommThreads, *, two_levels: bool) -> None:
-        self._courier, self._two_levels = comm_threads, two_levels
+    def __init__(self, comm_threads: CommThreads, *, two_levels: bool, experts: bool = False) -> None:
+        self._courier, self._two_levels, self._experts = comm_threads, two_levels, experts
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> CommWork | None:
-        groups = self._courier.groups
+        groups = self._courier.groups.of(experts=self._experts)
+        held: tuple[Tensor, ...] = (output_tensor,)
         if self._two_levels and groups.two_levels and groups.like(group) is groups.world:
             column = input_tensor.new_empty(groups.across.size() * input_tensor.numel())
-            job = partial(gather_two_levels, output_tensor, input_tensor, column)
-            delivery = self._courier.send(job, output_tensor, column)
+            job: Job = partial(gather_two_levels, output_tensor, input_tensor, column)
+            held = output_tensor, column
         else:
-            delivery = self._courier.send(
-                lambda own: gather(output_tensor, input_tensor, own.like(group)), output_tensor
-            )
+            job = lambda own: gather(output_tensor, input_tensor, own.like(group))  # noqa: E731
+        delivery = self._courier.send(_among(job, experts=self._experts), *held)
         if async_op:
             return delivery
         delivery.wait()
@@ -73,9 +74,18 @@ class AsyncAllGather(_Allocates, AllGather):
 class AsyncReduceScatter(_Allocates, ReduceScatter):
     """A mean over all ranks: scattered over the world, or in the node and then all-reduced across nodes."""
 
-    def __init__(self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, *, two_levels: bool) -> None:
+    def __init__(
+        self,
+        reductions: Reductions,
+        groups: Groups,
+        unit: FSDPParamGroup,
+        *,
+        two_levels: bool,
+        experts: bool = False,
+    ) -> None:
         assert isinstance(unit, ReduceAfterLastCall)
-        self._reductions, self._groups, self._unit, self._two_levels = reductions, groups, unit, two_levels
+        self._reductions, self._unit, self._two_levels = reductions, unit, two_levels
+        self._groups, self._experts = groups.of(experts=experts), experts
         self.input: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,6 +119,7 @@ class AsyncReduceScatter(_Allocates, ReduceScatter):
             job, held = partial(scatter_two_levels, output_tensor, input_tensor, arrived, column), (*held, column)
         else:
             job = partial(_scatter_over, output_tensor, input_tensor, arrived, group)
+        job = _among(job, experts=self._experts)
         self._reductions.start(job, _parameters(self._unit), *held, wait=_is_cast(output_tensor, self._unit))
 
 
@@ -119,22 +130,48 @@ class AsyncAllReduce:
     """
 
     def __init__(
-        self, reductions: Reductions, groups: Groups, unit: FSDPParamGroup, copying: AsyncReduceScatter
+        self,
+        reductions: Reductions,
+        groups: Groups,
+        unit: FSDPParamGroup,
+        copying: AsyncReduceScatter,
+        bucket: Bucket | None,
+        *,
+        experts: bool = False,
     ) -> None:
-        self._reductions, self._groups, self._unit, self._copying = reductions, groups, unit, copying
+        self._reductions, self._unit, self._copying = reductions, unit, copying
+        self._groups, self._experts, self._bucket = groups.of(experts=experts), experts, bucket
 
     def __call__(self, gradient: Tensor) -> None:
         copied, self._copying.input = self._copying.input, None
         assert copied is not None
         copied.untyped_storage().resize_(0)  # FSDP2 would hold it, empty of use, until the next reduction
+        parameters = _parameters(self._unit)
+        if self._bucket is not None and not _is_cast(gradient, self._unit):
+            self._reductions.join(self._bucket, gradient, parameters)
+            return
         ranks = self._groups.world.size()
         arrived = gradient.new_empty(-(-gradient.numel() // ranks) if ranks > 1 else 0)
-        self._reductions.start(
-            lambda own: average(gradient, arrived, own.world, ranks),
-            _parameters(self._unit),
-            arrived,
-            wait=_is_cast(gradient, self._unit),
-        )
+        job = _among(lambda own: average(gradient, arrived, own.world, own.samples), experts=self._experts)
+        self._reductions.start(job, parameters, arrived, wait=_is_cast(gradient, self._unit))
+
+
+def pack(gradients: list[Tensor], ranks: int) -> tuple[Job, tuple[Tensor, ...], Callable[[], None]]:
+    """Several units' gradients as one buffer, with the job that averages it, and what copies them back."""
+    whole = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+    torch.cat(gradients, out=whole)
+    arrived = whole.new_empty(-(-whole.numel() // ranks) if ranks > 1 else 0)
+
+    def unpack() -> None:
+        for gradient, part in zip(gradients, whole.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part)
+
+    return lambda own: average(whole, arrived, own.world, ranks), (arrived,), unpack
+
+
+def _among(job: Job, *, experts: bool) -> Job:
+    """A job of a unit of experts is given the groups of the ranks that hold the same ones."""
+    return (lambda own: job(own.of(experts=True))) if experts else job
 
 
 def _parameters(unit: FSDPParamGroup) -> list[nn.Parameter]:
@@ -178,7 +215,12 @@ def _gather_in_place(output: Tensor, group: dist.ProcessGroup) -> None:
 
 def _parts(whole: Tensor, ranks: int) -> list[tuple[Tensor, ...]]:
     """Every rank's part, as equal as can be, in its pieces."""
-    return [part.tensor_split(PIECES) for part in whole.tensor_split(ranks)]
+    pieces = _pieces(whole, ranks)
+    return [part.tensor_split(pieces) for part in whole.tensor_split(ranks)]
+
+
+def _pieces(whole: Tensor, ranks: int) -> int:
+    return 1 if whole.nbytes <= SMALL_BYTES * ranks else PIECES
 
 
 def gather_two_levels(output: Tensor, part: Tensor, column: Tensor, groups: Groups) -> None:
@@ -199,15 +241,15 @@ def _scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.Process
 
 def _ring_scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
     ranks, rank = group.size(), group.rank()
-    parts = _parts(whole, ranks)
-    room = arrived.tensor_split(PIECES)
+    parts, pieces = _parts(whole, ranks), _pieces(whole, ranks)
+    room = arrived.tensor_split(pieces)
 
     def receive(step: int, index: int) -> tuple[Tensor, dist.Work | None]:
         """A piece of the part that this rank sends on in the next step."""
         piece = room[index][: parts[(rank - step - 1) % ranks][index].numel()]
         return piece, _receive(piece, group, step * PIECES + index)
 
-    arriving = [receive(1, index) for index in range(PIECES)]
+    arriving = [receive(1, index) for index in range(pieces)]
     sent = []
     for step in range(1, ranks):
         for index, piece in enumerate(parts[(rank - step) % ranks]):
@@ -217,7 +259,7 @@ def _ring_scatter(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.Pr
                 piece.add_(came)
                 arriving[index] = receive(step, index)
             sent.append(_send(piece, group, step * PIECES + index))
-    for piece, (came, work), place in zip(parts[rank], arriving, output.tensor_split(PIECES), strict=True):
+    for piece, (came, work), place in zip(parts[rank], arriving, output.tensor_split(pieces), strict=True):
         _wait(work)
         torch.add(piece, came, out=place)
     for work in sent:
@@ -241,13 +283,16 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def scatter_and_average(output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup) -> None:
+def scatter_and_average(
+    output: Tensor, whole: Tensor, arrived: Tensor, group: dist.ProcessGroup, ranks: int = 0
+) -> None:
+    """The sum over a group, by the number of its ranks or by another one."""
     _scatter(output, whole, arrived, group)
-    output.div_(group.size())
+    output.div_(ranks or group.size())
 
 
 def _scatter_over(output: Tensor, whole: Tensor, arrived: Tensor, like: dist.ProcessGroup, groups: Groups) -> None:
-    scatter_and_average(output, whole, arrived, groups.like(like))
+    scatter_and_average(output, whole, arrived, groups.like(like), groups.samples)
 
 
 def _reduce_in_node(
@@ -258,7 +303,7 @@ def _reduce_in_node(
     if added is not None:
         output.add_(added)
     if is_whole:
-        average(output, arrived, groups.across, groups.world.size())
+        average(output, arrived, groups.across, groups.samples)
 
 
 def scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: Tensor, groups: Groups) -> None:
@@ -266,7 +311,7 @@ def scatter_two_levels(output: Tensor, whole: Tensor, arrived: Tensor, column: T
     for part, own in zip(whole.chunk(nodes), column.chunk(nodes), strict=True):
         _scatter(own, part, arrived, groups.node)
     _scatter(output, column, arrived, groups.across)
-    output.div_(groups.world.size())
+    output.div_(groups.samples)
 
 
 def average(tensor: Tensor, arrived: Tensor, group: dist.ProcessGroup, ranks: int) -> None:

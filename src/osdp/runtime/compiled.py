@@ -8,8 +8,8 @@ Blocks of one class with equal shapes share one compiled graph, however they are
 Nothing is compiled anew from step to step as long as inputs keep their shapes.
 
 Memory: what a compiled block saves for backward is what torch's partitioner chooses, a cut of the graph of both passes
-of least bytes, where eager code saves what its kernels ask for. Plans hold with eager code's bytes, as a bound; fused
-kernels make fewer temporaries. See docs/running.md for what was measured.
+of least bytes, where eager code saves what its kernels ask for. Plans trace it with the partitioner itself; see [Note:
+Compiled traces] in osdp.model.compiled_blocks, and docs/running.md for what was measured.
 """
 
 from __future__ import annotations

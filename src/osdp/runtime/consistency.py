@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -81,11 +81,23 @@ def check_model(model: nn.Module, plan: Plan, group: dist.ProcessGroup | None) -
             raise UsageError(f"on rank {rank} {reason}; every rank must build the same model")
 
 
-def check_weights(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Ranks that begin with different weights would train different models; those on the meta device have none yet."""
+def check_weights(
+    model: nn.Module, group: dist.ProcessGroup | None, same_experts: dist.ProcessGroup | None = None
+) -> None:
+    """Ranks that begin with different weights would train different models; those on the meta device have none yet.
+
+    Where experts lie over a dimension of their own, those of `same_experts` have the same ones, and only they.
+    """
     if dist.get_backend() == "fake":
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if same_experts is not None:
+        _check_alike(model, {name: t for name, t in tensors.items() if isinstance(t, DTensor)}, same_experts)
+        tensors = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    _check_alike(model, tensors, group)
+
+
+def _check_alike(model: nn.Module, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     own = None if on_meta else {name: _checksum(tensor) for name, tensor in tensors.items() if tensor.numel()}
     everyone = _of_all(own, group)

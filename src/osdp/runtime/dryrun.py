@@ -16,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from osdp._torch import FakeTensorMode, fake_store
-from osdp.cost.lifetimes import CONSTANTS, GRADIENTS, PARAMETERS, STATES
+from osdp._torch.mesh import forget_meshes
+from osdp.cost.positions import CONSTANTS, GRADIENTS, PARAMETERS, STATES
 from osdp.cost.schedule import CollectiveRecord
 from osdp.engine import ASYNC_GLOO
+from osdp.experts import divide_experts
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import fake_copy, same_draws, sequences_not_packed, settled
 from osdp.model.inputs import map_tensors, tensors_in
@@ -57,11 +60,13 @@ class DryRun:
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
     """A process group in which this process plays rank 0 and nobody else exists."""
+    forget_meshes()
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def dry_run(
@@ -81,12 +86,23 @@ def dry_run(
         with mode:
             model = settled(fake_copy(model, torch.bfloat16 if plan.precision == "pure-bf16" else torch.float32))
         # outside the mode: device meshes hold real tensors
-        parallelize(model, plan, device="cpu", engine=plan.cluster.engine)
+        mesh = _with_experts(model, plan)
+        parallelize(model, plan, device="cpu", engine=plan.cluster.engine, mesh=mesh)
         given = inputs(plan.batch_size)
         with same_draws(), mode, Values(plan.batch_size):
             step = _Step(model, given, plan, loss, watched, optimizer)
             with sequences_not_packed(step.kwargs), kernels_of(plan.cluster.device, model):
                 return step.second()
+
+
+def _with_experts(model: nn.Module, plan: Plan) -> DeviceMesh | None:
+    """The mesh of a plan whose experts lie over a dimension of their own, and the model divided over it."""
+    experts = plan.layout.expert
+    if experts == 1:
+        return None
+    mesh = init_device_mesh("cpu", (plan.cluster.world_size // experts, experts), mesh_dim_names=("dp", "ep"))
+    divide_experts(model, mesh["ep"], alone=True)
+    return mesh
 
 
 @contextmanager
@@ -128,11 +144,12 @@ class _Step:
                 for _ in accumulate(self.model, range(count)):
                     self._micro_batch(recorder)
                 recorder.mark("optimizer", "")
+                collectives = tuple(issued.issued)  # the optimizer's own are not the plan's
                 recorder.name(GRADIENTS, [local_tensor(p.grad) for p in self.model.parameters() if p.grad is not None])
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         recorder.trace.end_live = recorder.live
-        return DryRun(recorder.trace, tuple(issued.issued), recorder.parts_at_peak(), count)
+        return DryRun(recorder.trace, collectives, recorder.parts_at_peak(), count)
 
     def _hold(self, recorder: MemoryAttributionRecorder) -> None:
         """What is there before the step."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from osdp.accelerator import own_device
+from osdp._torch.fsdp import on_host
+from osdp.accelerator import CPU, own_device
 from osdp.errors import UsageError
 from osdp.model.structure import own_blocks
 from osdp.runtime.apply import template_of
@@ -84,13 +85,14 @@ def _copy(owner: nn.Module, key: str, value: Tensor) -> None:
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Gives parameters and buffers memory, without values; `to_empty` would untie tied ones."""
     made: dict[Tensor, Any] = {}
+    offloaded = on_host(model.modules())
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in made:
-                    empty = torch.empty_like(tensor, device=device)
+                    empty = torch.empty_like(tensor, device=CPU if tensor in offloaded else device)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 tensors[key] = made[tensor]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from osdp._torch import tree_leaves
-from osdp.cost.lifetimes import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
+from osdp.cost.positions import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
 from osdp.model.kernels import DEEP, WORKSPACE_BYTES, attention_workspace, product_workspace, transposed_depth
 from osdp.model.trace import Recorder
 from osdp.runtime.collective_recorder import Recording

@@ -27,15 +27,24 @@ from osdp.runtime.async_comm import CommThreads, Groups
 from osdp.sharding import ShardingMode
 
 LANES = 2  # see [Note: CommThreads]
-_Key = tuple[str, int, int, Engine, tuple[int, ...]]
+_Key = tuple[str, int, int, Engine, tuple[int, ...], tuple[int, ...]]
 _made: dict[_Key, Meshes] = {}  # in the world of `_world`
 _world: weakref.ref[dist.ProcessGroup] | None = None  # weak: when it is destroyed, what was made in it ends too
 
 
 def meshes_of(
-    device_type: str, nodes: int, devices_per_node: int, *, engine: Engine, within: DeviceMesh | None = None
+    device_type: str,
+    nodes: int,
+    devices_per_node: int,
+    *,
+    engine: Engine,
+    within: DeviceMesh | None = None,
+    experts: DeviceMesh | None = None,
 ) -> Meshes:
-    """The meshes of this world, or of a mesh `within` it, the same at every call. Call it on every rank."""
+    """The meshes of this world, or of a mesh `within` it, the same at every call. Call it on every rank.
+
+    `experts` are the ranks within it that hold the same experts.
+    """
     global _made, _world
     world = dist.group.WORLD
     assert world is not None
@@ -43,10 +52,10 @@ def meshes_of(
         _close(_made)
         _made, _world = {}, weakref.ref(world)
         weakref.finalize(world, _close, _made)  # of this world alone: it may be freed long after the next one was made
-    ranks = () if within is None else tuple(within.mesh.tolist())
-    key = device_type, nodes, devices_per_node, engine, ranks
+    ranks, alike = (() if mesh is None else tuple(mesh.mesh.tolist()) for mesh in (within, experts))
+    key = device_type, nodes, devices_per_node, engine, ranks, alike
     if key not in _made:
-        _made[key] = Meshes(device_type, nodes, devices_per_node, engine=engine, within=within)
+        _made[key] = Meshes(device_type, nodes, devices_per_node, engine=engine, within=within, experts=experts)
     return _made[key]
 
 
@@ -63,16 +72,38 @@ class Meshes:
 
     `within` is the data-parallel dimension of a larger layout; see [Note: Larger layout]. Other ranks may run plans
     that need other meshes, and groups are made by all ranks together: so all meshes of such a layout are made at once.
+    Units of experts have meshes of their own, within the ranks that hold the same `experts`.
     """
 
     def __init__(
-        self, device_type: str, nodes: int, devices_per_node: int, *, engine: Engine, within: DeviceMesh | None = None
+        self,
+        device_type: str,
+        nodes: int,
+        devices_per_node: int,
+        *,
+        engine: Engine,
+        within: DeviceMesh | None = None,
+        experts: DeviceMesh | None = None,
+        samples: int = 0,
     ) -> None:
         self.device_type, self.nodes, self.devices_per_node = device_type, nodes, devices_per_node
         self._is_async = engine == ASYNC_GLOO
         self._within = within
+        self.samples = samples or nodes * devices_per_node  # the ranks whose samples gradients are averaged over
         if within is not None:
             _ = self.replicas, self.node
+        self._experts: Meshes | None = None
+        if experts is not None:
+            each = devices_per_node * experts.size() // self.samples
+            self._experts = Meshes(
+                device_type, nodes, each, engine=engine, within=experts, samples=nodes * devices_per_node
+            )
+
+    def for_units(self, *, experts: bool) -> Meshes:
+        """Those of units of experts, or of the others."""
+        found = self._experts if experts else self
+        assert found is not None
+        return found
 
     @functools.cached_property
     def world(self) -> DeviceMesh:
@@ -112,7 +143,8 @@ class Meshes:
         world = self._new_group([ranks.flatten().tolist()], backend)
         node = self._new_group(ranks.tolist(), backend) if self.nodes > 1 else world
         across = self._new_group(ranks.T.tolist(), backend) if self.devices_per_node > 1 else world
-        return Groups(world, node, across)
+        experts = None if self._experts is None else self._experts._new_groups()
+        return Groups(world, node, across, self.samples, experts)
 
     def _new_group(self, parts: list[list[int]], backend: str | None) -> dist.ProcessGroup:
         """This rank's group of several, which are all made in the same order by all ranks that are in one of them."""
@@ -139,8 +171,14 @@ class Meshes:
             return self.replicas
         return self.node if mode.is_reduced_across else self.world
 
-    def after_forward(self, mode: ShardingMode) -> bool | int:
-        """FSDP2's `reshard_after_forward`. A replica's compute copy is freed: making it again costs no traffic."""
+    def after_forward(self, mode: ShardingMode, *, casts: bool) -> bool | int:
+        """FSDP2's `reshard_after_forward`.
+
+        A replica's cast copy is freed: making it again costs no traffic. One that computes in place has none, and
+        FSDP2 would but exchange all its parameters in Python.
+        """
         if mode.is_sharded_anew:
             return self.devices_per_node
+        if not mode.is_sharded:
+            return casts
         return not mode.is_kept

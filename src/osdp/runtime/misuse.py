@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from osdp.cluster.sizes import format_bytes
-from osdp.cost.lifetimes import SAVED, TEMPORARIES
+from osdp.cost.positions import SAVED, TEMPORARIES
 from osdp.errors import UsageError
 from osdp.model.fake import refuse_own_checkpointing
 from osdp.model.inputs import tensors_in

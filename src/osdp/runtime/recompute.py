@@ -87,7 +87,7 @@ class _Both(AbstractContextManager[None]):
 def recompute(blocks: Iterable[tuple[nn.Module, Recompute]], *, share_draws: bool) -> None:
     """Lets these modules keep what `Recompute` says, and compute the rest again in backward; see [Note: Draws]."""
     draws = _Draws()
-    contexts = {Recompute.FULL: draws.contexts, Recompute.SELECTIVE: draws.selective_contexts}
     for block, how in blocks:
-        options = {"preserve_rng_state": False, "context_fn": contexts[how]} if share_draws else {}
+        contexts = draws.selective_contexts if how is Recompute.SELECTIVE else draws.contexts
+        options: dict[str, Any] = {"preserve_rng_state": False, "context_fn": contexts} if share_draws else {}
         block.forward = checkpointed(block.forward, how, **options)  # type: ignore[method-assign]

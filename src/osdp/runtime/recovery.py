@@ -6,7 +6,7 @@ before that, they are reduced as it is left: `.grad` then is what the micro-batc
 process. A forward that fails leaves no gradients, so only FSDP2's state is cleared. A backward that fails leaves
 gradients of a part of the model, on top of those of micro-batches before: the step is lost. Its unreduced gradients are
 dropped, and `.grad` must be cleared by `optimizer.zero_grad()`; until then the next forward and the optimizer's step
-are refused.
+are refused. All of that is done where all ranks failed alike; see osdp.runtime.alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -29,6 +30,7 @@ from osdp._torch.fsdp import (
     reduce_unreduced,
 )
 from osdp.errors import UsageError
+from osdp.runtime.alike import FailedAlike
 from osdp.runtime.async_comm import Reductions
 from osdp.runtime.unused import UnusedGradients
 
@@ -42,9 +44,15 @@ class Recovery:
         groups: Sequence[FSDPParamGroup],
         reductions: Reductions | None,
         unused: UnusedGradients,
+        ranks: Sequence[int],
+        gathered_once: Sequence[FSDPParamGroup],
     ) -> None:
+        self._gathered_once = gathered_once
         self._model, self._groups, self._reductions, self._unused = model, groups, reductions, unused
+        self._alike, self._passes = FailedAlike(ranks), 0
         self._is_lost = False  # a backward failed, and its gradients may still be there
+        assert isinstance(model, nn.Module)
+        model.register_forward_hook(self._alike.heard, always_call=True)
         _watch_optimizers()
         _all.add(self)
 
@@ -53,6 +61,7 @@ class Recovery:
         self._clear()
         if torch.is_grad_enabled():
             self._refuse_lost()
+        self._passes += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuses to step with gradients that are not whole, and frees gathered copies, which the step makes stale.
@@ -75,7 +84,10 @@ class Recovery:
             )
 
     def leave(self) -> None:
-        """Ends the micro-batches of a step: what is not reduced yet, as the last one did not come or failed, is."""
+        """Ends the micro-batches of a step: what is not reduced and freed yet, as the last one did not come or failed.
+
+        What stays gathered must not be seen by whatever changes weights before the next forward.
+        """
         if self._is_lost or backward_broke(self._model):
             return
         try:
@@ -83,6 +95,8 @@ class Recovery:
             unreduced = [group for group in self._groups if has_unreduced(group)]
             if unreduced:
                 reduce_unreduced(unreduced)
+            for group in self._gathered_once:
+                group.reshard()
         except Exception:  # a rank is gone: the loop is left by that error already, and the step is lost
             self._is_lost = True
             for group in self._groups:
@@ -92,6 +106,7 @@ class Recovery:
         broke = backward_broke(self._model)
         if not (broke or forward_broke(self._model)):
             return
+        self._alike.check("backward" if broke else "forward", self._passes)
         if broke:
             self._is_lost = True
             if self._reductions is not None:

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from osdp.search.effort import now
+from osdp.search.evaluate import Verdict, evaluate
 from osdp.search.highs import INFINITY
-from osdp.search.problem import Problem, StageChoice, Verdict, evaluate
+from osdp.search.problem import Problem, StageChoice
 from osdp.search.solve import Search, may_fit, relaxed_bound, solve_exactly
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
@@ -71,17 +72,17 @@ def _best_whole(
 ) -> Found | None:
     """The best with every block gathered whole, if it beats what was found: a small problem, mostly close to it."""
     problem = candidate.make(batch, batch)
-    kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
-    numbers = {key: [n for n, shape in enumerate(shapes) if shape.is_whole] for key, shapes in kinds.items()}
+    kinds = {id(stage.variants): stage.variants for stage in problem.stages}
+    numbers = {key: [n for n, variant in enumerate(variants) if variant.is_whole] for key, variants in kinds.items()}
     if not all(numbers.values()):
         return found
-    kept = {key: tuple(shapes[n] for n in numbers[key]) for key, shapes in kinds.items()}
-    stages = tuple(replace(stage, shapes=kept[id(stage.shapes)]) for stage in problem.stages)
+    kept = {key: tuple(variants[n] for n in numbers[key]) for key, variants in kinds.items()}
+    stages = tuple(replace(stage, variants=kept[id(stage.variants)]) for stage in problem.stages)
     outcome = solve_exactly(replace(problem, stages=stages, known={}), cutoff=cutoff, seconds=seconds)
     if outcome.choice is None:
         return found
     choice = tuple(
-        replace(taken, shape=numbers[id(stage.shapes)][taken.shape])
+        replace(taken, variant=numbers[id(stage.variants)][taken.variant])
         for stage, taken in zip(problem.stages, outcome.choice, strict=True)
     )
     better = judged(candidate, batch, choice)

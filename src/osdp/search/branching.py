@@ -2,7 +2,7 @@
 
 [Note: Branching]
 Options of a stage differ little in cost, so a program has many answers that are nearly as good, and to forbid one
-option says little. What decides are sums: how many stages of a kind take a shape, and which shape a stage takes.
+option says little. What decides are sums: how many stages of a kind take a variant, and which variant a stage takes.
 Branching begins with those; options come last. Every node is one relaxation, solved by the dual simplex method from
 where its parent ended. Nodes with the lowest bound go first, so the bound of the one at the front holds for all. Now
 and then a node is rounded off until it is integral, for a choice to compare with.

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
-from osdp.search.problem import Problem, StageChoice, StageTable, evaluate
-
-
-def stage_choices(stage: StageTable) -> Iterator[StageChoice]:
-    for index, shape in enumerate(stage.shapes):
-        units = [[(o, k) for o, option in enumerate(options) for k in option.counts] for options in shape.units]
-        for options in product(*units):
-            yield StageChoice(index, tuple(options))
+from osdp.search.chain_tables import stage_choices
+from osdp.search.evaluate import evaluate
+from osdp.search.problem import Problem, StageChoice
 
 
 def brute_force(problem: Problem) -> tuple[tuple[StageChoice, ...], float] | None:

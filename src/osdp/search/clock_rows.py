@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from osdp.search.problem import UnitOption, option_seconds, units_of_other_stages
+from osdp.search.evaluate import option_seconds, units_of_other_stages
+from osdp.search.problem import MicroBatch, UnitOption
 from osdp.search.streams import CLOCKS, COMPUTE, Matrix, Op, matrices, passed
 
 if TYPE_CHECKING:
     from osdp.search.stage_columns import Column, StageColumns, Terms
 
-Which = tuple[bool, bool]  # of a step's passes: backward, in the last micro-batch
+Which = tuple[bool, MicroBatch]  # of a step's passes: backward, and in which kind of micro-batch
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Pace:
 class _Symbols:
     """Clocks as sums over columns. A maximum is a column of its own, or its longer side where a bound is enough."""
 
-    def __init__(self, kind: StageColumns, number: int, last: bool) -> None:
-        self._kind, self._number, self._last = kind, number, last
+    def __init__(self, kind: StageColumns, number: int, micro: MicroBatch) -> None:
+        self._kind, self._number, self._micro = kind, number, micro
         self._shares: Terms = {}
         if kind.coarse:  # columns as they would be if all options of a unit were taken alike
             for unit in range(len(kind.units[number])):
@@ -62,7 +63,7 @@ class _Symbols:
                     if sharded is not None:
                         self._shares[sharded] = 1 / len(options)
             if len(kind.units[number]) > 1:
-                self._shares |= dict.fromkeys(kind.shapes[number], 1.0)
+                self._shares |= dict.fromkeys(kind.variants[number], 1.0)
 
     def _likely(self, terms: Terms) -> float:
         return sum(seconds * self._shares.get(key, 0.1) for key, seconds in terms.items())
@@ -71,7 +72,7 @@ class _Symbols:
         found = dict(value)
         more = [self._kind.kernel_terms(self._number, op.seconds)]
         if op.names:
-            more.append(self._kind.option_terms(self._number, op.unit, op.names, self._last))
+            more.append(self._kind.option_terms(self._number, op.unit, op.names, self._micro))
         for terms in more:
             for key, seconds in terms.items():
                 found[key] = found.get(key, 0.0) + seconds
@@ -79,7 +80,7 @@ class _Symbols:
 
     def awaited(self, value: Terms, op: Op) -> Terms | None:
         """The value where the unit's option gathers something, else too little to matter."""
-        gathered = self._kind.option_terms(self._number, op.unit, op.names, True)
+        gathered = self._kind.option_terms(self._number, op.unit, op.names, self._micro)
         columns = {key for key, _ in self._kind.option_columns(self._number, op.unit)}
         if not gathered:
             return None
@@ -89,7 +90,7 @@ class _Symbols:
             return None
         late = self._kind.latest
         found = dict(value)
-        for column in self._kind.shapes[self._number]:
+        for column in self._kind.variants[self._number]:
             found[column] = found.get(column, 0.0) - late
         for key in columns & set(gathered):
             found[key] = found.get(key, 0.0) + late
@@ -117,10 +118,10 @@ class ClockRows:
         self.matrices: dict[int, list[Matrix]] = {}
         self.entries: dict[Which, list[Entry]] = {}
         self.paces: dict[Which, Pace | None] = {}
-        self._plain = [self._is_plain(number) for number in range(len(kind.table.shapes))]
-        for last, _ in kind.problem.micro_batches:
+        self._plain = [self._is_plain(number) for number in range(len(kind.table.variants))]
+        for micro, _ in kind.problem.micro_batches:
             for backward in (False, True):
-                which = backward, last
+                which = backward, micro
                 numbers = self._matrices(which)
                 self.entries[which] = self._entries(which, numbers)
                 self.paces[which] = _pace(numbers) if all(self._plain) else None
@@ -132,20 +133,20 @@ class ClockRows:
     def _is_plain(self, number: int) -> bool:
         """Whether a column is the whole choice of the stage: one unit, nothing split, no other stage's unit in it."""
         units = self._kind.units[number]
-        cross_stage_units = any(units_of_other_stages(stage) for stage in self._kind.table.shapes[number].passes)
+        cross_stage_units = any(units_of_other_stages(stage) for stage in self._kind.table.variants[number].passes)
         return len(units) == 1 and all(chosen.sharded is None for chosen in units[0]) and not cross_stage_units
 
     def _matrices(self, which: Which) -> dict[int, Matrix]:
         """The matrices of columns that are a whole choice, scaled."""
-        backward, last = which
+        backward, micro = which
         found: dict[int, Matrix] = {}
-        for number, shape in enumerate(self._kind.table.shapes):
-            stage = shape.passes[backward]
+        for number, variant in enumerate(self._kind.table.variants):
+            stage = variant.passes[backward]
             if not self._plain[number]:
                 continue
             chosen = self._kind.units[number][0]
             options = [each.option for each in chosen]
-            together = matrices(stage, lambda op, o=options: _seconds(op, o, last), len(options)) * self._kind.scale
+            together = matrices(stage, lambda op, o=options: _seconds(op, o, micro), len(options)) * self._kind.scale
             for each, one in zip(chosen, together, strict=True):
                 found[each.count] = one
                 self.matrices.setdefault(each.count, []).append(one)
@@ -164,7 +165,7 @@ class ClockRows:
                 late = self._kind.latest  # where a choice has no such path, the row must say nothing
                 terms: Terms = {key: float(max(v, -late)) for key, v in zip(numbers, column, strict=True) if v}
                 for number, more in zip(self._symbolic_shapes, found, strict=True):
-                    terms |= dict.fromkeys(self._kind.shapes[number], -late) if more is None else more
+                    terms |= dict.fromkeys(self._kind.variants[number], -late) if more is None else more
                 always = np.isfinite(column).all() and not symbols
                 over = [
                     float((column - table[:, a, a]).min()) if always and np.isfinite(table[:, a, a]).all() else None
@@ -175,21 +176,21 @@ class ClockRows:
 
     def _symbolic(self, number: int, which: Which) -> list[list[Terms | None]]:
         """For each clock before a pass, all clocks behind it."""
-        backward, last = which
-        stage = self._kind.table.shapes[number].passes[backward]
-        symbols = _Symbols(self._kind, number, last)
+        backward, micro = which
+        stage = self._kind.table.variants[number].passes[backward]
+        symbols = _Symbols(self._kind, number, micro)
         return [
             passed(stage, [{} if clock == given else None for clock in range(CLOCKS)], symbols)
             for given in range(CLOCKS)
         ]
 
 
-def _seconds(op: Op, options: Sequence[UnitOption], last: bool) -> Matrix:
+def _seconds(op: Op, options: Sequence[UnitOption], micro: MicroBatch) -> Matrix:
     """What an operation takes in each of the options that are a stage's whole choice."""
     if not op.names:
         return np.full((len(options), 1), op.seconds)
     assert isinstance(op.unit, int)
-    taken = [option_seconds(*option.of(op.unit, 1), op.names, last) for option in options]
+    taken = [option_seconds(*option.of(op.unit, 1), op.names, micro) for option in options]
     return op.seconds + np.array(taken)[:, None]
 
 

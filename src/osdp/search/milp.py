@@ -1,7 +1,7 @@
 """The decision as a mixed-integer program over groups of stages; see [Note: Problem], [Note: Group], [Note: Asked].
 
 [Note: Group]
-A run of alike stages is one group: how many of them take which shape and option, not which one does. What holds for
+A run of alike stages is one group: how many of them take which variant and option, not which one does. What holds for
 every order of a group's stages is kept as a row, what depends on the order is left out, so the program's optimum is a
 bound. A group of one stage has all its rows: with such groups only, the program is the problem itself.
 
@@ -19,13 +19,13 @@ import numpy as np
 
 from osdp.search.clock_rows import Which
 from osdp.search.highs import INFINITY, Answer, Program
-from osdp.search.problem import SECONDS, FloatArray, Problem, StageChoice, StageTable
+from osdp.search.problem import SECONDS, FloatArray, MicroBatch, Problem, StageChoice, StageTable
 from osdp.search.stage_columns import MIB, Chosen, Column, ExactRow, StageColumns, Terms
 from osdp.search.streams import COMPUTE, WIRE
 
 _Part = tuple[Sequence[int], Sequence[float]]  # of a row: columns, and their values
-_GATHER, _REDUCTION = ("tail", "ahead_again"), ("head", "reducing")
-_SEEN = (  # of the average rows: in which visit, and which neighbours' buffers
+_GATHER, _REDUCTION = ("tail", "ahead_backward"), ("head", "reducing")
+_SEEN = (  # of the average rows: in which pass, and which neighbours' buffers
     (False, ()),
     (False, (("tail", "ahead"),)),
     (True, ()),
@@ -67,11 +67,11 @@ class ColumnsOfStages:
     def __init__(self, problem: Problem, scale: float, *, coarse: bool = False, timed: bool = True) -> None:
         self.timed = timed
         self.scale = scale
-        latest = _STAGES_LATE * max(map(_most_seconds, {id(s.shapes): s for s in problem.stages}.values())) * scale
+        latest = _STAGES_LATE * max(map(_most_seconds, {id(s.variants): s for s in problem.stages}.values())) * scale
         found: dict[int, StageColumns] = {}
         self.of_stage: list[StageColumns] = []
         for table in problem.stages:
-            key = id(table.shapes)
+            key = id(table.variants)
             if key not in found:
                 found[key] = StageColumns(table, problem, scale, latest, coarse=coarse, timed=timed)
             self.of_stage.append(found[key])
@@ -83,11 +83,11 @@ _STAGES_LATE = 4  # a clock is never this many stages before another one of the 
 def _most_seconds(stage: StageTable) -> float:
     """More than what a stage takes in any choice, if nothing ran side by side."""
     found = 1e-9
-    for shape in stage.shapes:
-        kernels = sum(each.seconds for each in shape.passes)
+    for variant in stage.variants:
+        kernels = sum(each.seconds for each in variant.passes)
         most = (
             max(sum(abs(getattr(o, name).at(k)) for name in SECONDS for k in {1, o.slices}) for o in unit)
-            for unit in shape.units
+            for unit in variant.units
         )
         found = max(found, kernels + 2 * sum(most))
     return found
@@ -125,15 +125,17 @@ class Model:
                 self._average_rows(position)
         # [Constraint] the optimizer's bytes fit
         stepping = self._vector("stepping").tolist()
-        self._within_limit([(range(len(stepping)), stepping), self._held(self._behind[0])])
+        parts = [(range(len(stepping)), stepping), self._held(self._behind[0])]
+        self._within_limit(parts, -problem.stepping / MIB)
+        self._host()
         self._totals()
         if not minimise_peak and problem.overlap > 0 and kinds.timed:
-            for last, times in problem.micro_batches:
-                self._clocks(last, times * problem.overlap)
+            for micro, times in problem.micro_batches:
+                self._clocks(micro, times * problem.overlap)
 
     # Time
 
-    def _clocks(self, last: bool, cost: float) -> None:
+    def _clocks(self, micro: MicroBatch, cost: float) -> None:
         """[Constraint] the two streams of a micro-batch go through all passes; see [Note: Clock rows]."""
         clocks = _Clocks({COMPUTE: None, WIRE: None}, None)
         order = range(len(self.groups))
@@ -141,11 +143,11 @@ class Model:
             previous: StageColumns | None = None
             for position in reversed(order) if backward else order:
                 if previous is not None and previous is not self.kinds[position]:
-                    self._leave_run(clocks, previous, (backward, last))
-                clocks = self._pass(position, (backward, last), clocks)
+                    self._leave_run(clocks, previous, (backward, micro))
+                clocks = self._pass(position, (backward, micro), clocks)
                 previous = self.kinds[position]
             if previous is not None:
-                self._leave_run(clocks, previous, (backward, last))
+                self._leave_run(clocks, previous, (backward, micro))
             clocks.pace = None
         done = self.program.column(cost=cost)
         for clock in (COMPUTE, WIRE):
@@ -246,6 +248,12 @@ class Model:
             upper = more
         self.program.row(columns, values, upper=upper)
 
+    def _host(self) -> None:
+        """[Constraint] what stages take on the host fits there: a sum, whatever their order."""
+        values = self._vector("host")
+        if self.problem.host_limit is not None and values.any():
+            self.program.row(np.arange(len(values)), values, upper=self.problem.host_limit / MIB)
+
     @staticmethod
     def _held(column: int | None) -> _Part:
         return ([], []) if column is None else ([column], [1.0])
@@ -284,12 +292,14 @@ class Model:
     def _far(self, stages: range, backward: bool) -> _Part:
         """Units that span stages, at the least that they hold in any of these."""
         last = 2 * len(self.problem.stages) - 1
-        visits = [last - stage if backward else stage for stage in stages] if self._spanning else []
+        stage_passes = [last - stage if backward else stage for stage in stages] if self._spanning else []
         columns = [int(self.starts[position]) + chosen.count for position, chosen in self._spanning]
-        return columns, [float(c.option.far[visits].min()) / MIB for _, c in self._spanning if c.option.far is not None]
+        return columns, [
+            float(c.option.far[stage_passes].min()) / MIB for _, c in self._spanning if c.option.far is not None
+        ]
 
     def _exact_rows(self, position: int) -> None:
-        """[Constraint] at every row of both visits the bytes alive stay within the limit."""
+        """[Constraint] at every row of both passes the bytes alive stay within the limit."""
         kind, group = self.kinds[position], self.groups[position]
         own = self._span(position)
         for backward in (False, True):
@@ -300,7 +310,10 @@ class Model:
             if backward:
                 base.append(self._held(self._behind[position + 1]))
             ahead = position - 1 if backward else position + 1
-            wanted = [(ahead, "ahead_again" if backward else "ahead"), (ahead, "cast_again" if backward else "cast")]
+            wanted = [
+                (ahead, "ahead_backward" if backward else "ahead"),
+                (ahead, "cast_backward" if backward else "cast"),
+            ]
             wanted += [(position + 1, "reducing")] if backward else []
             for row in kind.exact(backward):
                 parts = [*base, (own, row.values), *self._cross_stage_units(kind, row, backward)]
@@ -311,8 +324,8 @@ class Model:
 
     def _cross_stage_units(self, kind: StageColumns, row: ExactRow, backward: bool) -> list[_Part]:
         parts: list[_Part] = []
-        for shape, picked in zip(kind.table.shapes, row.picked, strict=True):
-            for guest in shape.cross_stage_units if picked is not None else ():
+        for variant, picked in zip(kind.table.variants, row.picked, strict=True):
+            for guest in variant.cross_stage_units if picked is not None else ():
                 home = next(p for p, g in enumerate(self.groups) if g.first <= guest.stage < g.stop)
                 start = int(self.starts[home])
                 tables = guest.backward if backward else guest.forward
@@ -323,13 +336,13 @@ class Model:
         return parts
 
     def _neighbour(self, position: int, row: ExactRow, number: int, neighbour: int, name: str) -> list[_Part]:
-        """What a neighbour holds at this row; a shape that does not see it is forgiven as much."""
+        """What a neighbour holds at this row; a variant that does not see it is forgiven as much."""
         if not 0 <= neighbour < len(self.groups) or self.groups[neighbour].size > 1:
             return []  # which stage of a larger group is the neighbour is open; see [Note: Group]
         other, start = self.kinds[neighbour], int(self.starts[position])
         blind = [
             start + column
-            for columns, sees in zip(self.kinds[position].shapes, row.sees, strict=True)
+            for columns, sees in zip(self.kinds[position].variants, row.sees, strict=True)
             for column in columns
             if not sees[number]
         ]
@@ -365,21 +378,21 @@ class Model:
     def levels(self) -> list[list[int]]:
         """The integer columns in the order in which to branch on them; columns for sums are added to the program.
 
-        First how many stages of a kind take a shape, and how many of each group do; then options over all groups.
+        First how many stages of a kind take a variant, and how many of each group do; then options over all groups.
         """
         of_kind: dict[tuple[int, int], list[int]] = {}
         own = [column for column in range(int(self.starts[-1])) if self.program.integer[column]]
         totals = [n for n, flag in enumerate(self.program.integer) if flag and n >= self.starts[-1]]
         for position, (group, kind) in enumerate(zip(self.groups, self.kinds, strict=True)):
-            for number, columns in enumerate(kind.shapes) if len(kind.shapes) > 1 else ():
+            for number, columns in enumerate(kind.variants) if len(kind.variants) > 1 else ():
                 start, alike = int(self.starts[position]), self.problem.stages[group.first].alike
                 taken = self._sum_column([start + column for column in columns], group.size)
                 of_kind.setdefault((alike, number), []).append(taken)
-        shapes = [column for columns in of_kind.values() for column in columns]
+        variants = [column for columns in of_kind.values() for column in columns]
         for (alike, _), columns in of_kind.items():
             stages = sum(group.size for group in self.groups if self.problem.stages[group.first].alike == alike)
-            shapes += [self._sum_column(columns, stages)] if len(columns) > 1 else []
-        return [shapes, totals, own]
+            variants += [self._sum_column(columns, stages)] if len(columns) > 1 else []
+        return [variants, totals, own]
 
     def _sum_column(self, columns: Sequence[int], most: int) -> int:
         total = self.program.column(upper=float(most), integer=True)
@@ -392,10 +405,10 @@ class Model:
             return False
         columns = []
         for kind, start, stage in zip(self.kinds, self.starts[:-1].tolist(), choice, strict=True):
-            taken = [kind.units[stage.shape][u][o] for u, (o, _) in enumerate(stage.options)]
+            taken = [kind.units[stage.variant][u][o] for u, (o, _) in enumerate(stage.options)]
             if any(chosen.sharded is not None for chosen in taken):
                 return False
-            columns += [start + c for c in kind.shapes[stage.shape]] if len(taken) != 1 else []
+            columns += [start + c for c in kind.variants[stage.variant]] if len(taken) != 1 else []
             columns += [start + chosen.count for chosen in taken]
         self.program.row(columns, [1.0] * len(columns), upper=len(columns) - 1.0)
         return True
@@ -416,16 +429,16 @@ class Model:
         choices = []
         for kind, start in zip(self.kinds, self.starts[:-1].tolist(), strict=True):
             shares = values[start : start + len(kind)].tolist()
-            shape = max(range(len(kind.shapes)), key=lambda s, k=kind, v=shares: sum(v[c] for c in k.shapes[s]))
-            choices.append(StageChoice(shape, tuple(_leaning(options, shares) for options in kind.units[shape])))
+            variant = max(range(len(kind.variants)), key=lambda s, k=kind, v=shares: sum(v[c] for c in k.variants[s]))
+            choices.append(StageChoice(variant, tuple(_leaning(options, shares) for options in kind.units[variant])))
         return tuple(choices)
 
     def _read_group(self, kind: StageColumns, values: list[int]) -> list[StageChoice]:
         choices: list[StageChoice] = []
-        for shape_index, columns in enumerate(kind.shapes):
+        for variant_index, columns in enumerate(kind.variants):
             stages = sum(values[column] for column in columns)
-            taken = [_dealt(options, values) for options in kind.units[shape_index]] if stages else []
-            choices += [StageChoice(shape_index, tuple(unit[i] for unit in taken)) for i in range(stages)]
+            taken = [_dealt(options, values) for options in kind.units[variant_index]] if stages else []
+            choices += [StageChoice(variant_index, tuple(unit[i] for unit in taken)) for i in range(stages)]
         return choices
 
 
@@ -438,7 +451,7 @@ def _leaning(options: Sequence[Chosen], shares: Sequence[float]) -> tuple[int, i
 
 
 def _dealt(options: Sequence[Chosen], values: Sequence[int]) -> list[tuple[int, int]]:
-    """One unit's options, dealt out to as many stages as take its shape."""
+    """One unit's options, dealt out to as many stages as take its variant."""
     dealt: list[tuple[int, int]] = []
     for index, chosen in enumerate(options):
         count = values[chosen.count]

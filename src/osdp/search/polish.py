@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from osdp.search.effort import now
-from osdp.search.problem import Problem, StageChoice, Verdict
+from osdp.search.evaluate import Verdict
+from osdp.search.problem import Problem, StageChoice
 
 Judged = tuple[tuple[StageChoice, ...], Verdict]
 Runs = Sequence[Sequence[StageChoice]]  # the choices of every run of alike stages, in any order
@@ -47,7 +48,7 @@ def _rank(problem: Problem, now: Verdict, moved: Verdict) -> float | None:
 def _moves(runs: Runs) -> Iterator[Runs]:
     """Every exchange of one stage's choice for another one that its run has."""
     for number, run in enumerate(runs):
-        kinds = sorted(set(run), key=lambda choice: (choice.shape, choice.options))
+        kinds = sorted(set(run), key=lambda choice: (choice.variant, choice.options))
         for old in kinds:
             for new in kinds:
                 if old is not new:

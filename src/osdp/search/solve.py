@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 
 import numpy as np
 
 from osdp.search.branching import Branching
+from osdp.search.chain import ChainSearch, is_chain
+from osdp.search.chain_tables import count_choices
 from osdp.search.effort import now
+from osdp.search.evaluate import Verdict, evaluate
+from osdp.search.groups import LAST_STAGES, arranged, coarse_groups, first_groups, refine, runs_of, tidied
 from osdp.search.highs import INFINITY, Answer, solve
 from osdp.search.milp import ColumnsOfStages, Group, Model
 from osdp.search.polish import Judged, Runs, polished
-from osdp.search.problem import SECONDS, Problem, ShapeTable, StageChoice, Verdict, evaluate
+from osdp.search.problem import SECONDS, TOLERANCE, Problem, StageChoice, VariantTable
 
-_TOLERANCE = 1e-9  # relative: what two sums of the same seconds in another order may differ by
 _MANY = 40  # single stages in a program that has the rows of all; see [Note: Asked]
 _AT_ONCE = 16  # stages whose rows are added at a time
 _ROUNDS = 6  # of adding rows to a relaxation
@@ -26,7 +28,8 @@ _SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try m
 _WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with more of them takes as long
 _QUICK_SECONDS = 1.5  # for HiGHS's own branch and bound; see [Note: Branching] for what comes then
 _SAME = 1e-6  # relative: a bound that finer groups raise by less than this is as good without them
-_LAST = 3  # stages at the end of a run that are looked at one by one from the start: the peak is mostly there
+_LONG = 5_000  # choices of all stages: HiGHS takes long for more of them, going stage by stage does not
+_CHAIN_SHARE = 0.5  # of the time goes to that; our own branch and bound raises the bound sooner
 
 
 @dataclass(frozen=True)
@@ -40,40 +43,6 @@ class Outcome:
     status: str  # optimal, infeasible, limit
 
 
-def first_groups(problem: Problem) -> list[Group]:
-    """Each run of alike stages: its first by itself, then ever smaller groups towards its end, the last ones alone."""
-    groups: list[Group] = []
-    for first, stop in _runs(problem):
-        sizes = [1] * _LAST
-        while sum(sizes) < stop - first - 1:
-            sizes.append(sizes[-1] * 2)
-        at, cut = stop, []
-        for size in sizes:
-            if at - size > first + 1:
-                cut.append(Group(at - size, at))
-                at -= size
-        cut += [Group(first + 1, at)] if at > first + 1 else []
-        groups += [Group(first, first + 1), *reversed(cut)]
-    return groups
-
-
-def coarse_groups(problem: Problem) -> list[Group]:
-    """Each run of alike stages in at most three: its first, its last, and all between."""
-    groups: list[Group] = []
-    for first, stop in _runs(problem):
-        edges = sorted({first, first + 1, max(first + 1, stop - 1), stop})
-        groups += [Group(a, b) for a, b in pairwise(edges)]
-    return groups
-
-
-def _runs(problem: Problem) -> Iterator[tuple[int, int]]:
-    first = 0
-    for _, run in groupby(problem.stages, key=lambda stage: stage.alike):
-        stop = first + len(list(run))
-        yield first, stop
-        first = stop
-
-
 def relaxed_bound(problem: Problem, *, seconds: float = INFINITY) -> float:
     """A lower bound on the seconds of any choice that fits; infinite where none does."""
     kinds = ColumnsOfStages(problem, _scale(problem), coarse=True)
@@ -84,9 +53,9 @@ def relaxed_bound(problem: Problem, *, seconds: float = INFINITY) -> float:
 
 def _kernel_seconds(problem: Problem) -> float:
     """What the kernels of a step take at least: no choice is faster, whatever it does beside them."""
-    kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
-    least = {key: min(sum(each.seconds for each in s.passes) for s in shapes) for key, shapes in kinds.items()}
-    return problem.accumulation * sum(least[id(stage.shapes)] for stage in problem.stages) * (1 - _TOLERANCE)
+    kinds = {id(stage.variants): stage.variants for stage in problem.stages}
+    least = {key: min(sum(each.seconds for each in s.passes) for s in variants) for key, variants in kinds.items()}
+    return problem.accumulation * sum(least[id(stage.variants)] for stage in problem.stages) * (1 - TOLERANCE)
 
 
 def may_fit(problem: Problem) -> bool:
@@ -99,7 +68,7 @@ def may_fit(problem: Problem) -> bool:
 def first_asked(groups: Sequence[Group]) -> set[int] | None:
     """The stages whose rows are in the program from the start: all, unless they are many; see [Note: Asked]."""
     single = [group.first for group in groups if group.size == 1]
-    return None if len(single) <= _MANY else set(single[-_LAST:])
+    return None if len(single) <= _MANY else set(single[-LAST_STAGES:])
 
 
 def more_asked(asked: set[int] | None, verdict: Verdict) -> set[int]:
@@ -159,6 +128,7 @@ class Search:
         self.bound, self.nodes = 0.0, 0
         self.decided = True  # whether the last program was solved
         self.proven: Outcome | None = None
+        self.chain = ChainSearch(problem, self.scale) if _is_long(problem) else None
         self.repeats = 2 * len({stage.alike for stage in problem.stages}) <= len(problem.stages)  # else no sums decide
         self.slow: object = None  # the program on which HiGHS took too long
         self.tree: tuple[object, Branching] | None = None
@@ -194,7 +164,9 @@ class Search:
         self.cutoff = INFINITY if cutoff is None else cutoff
         self.deadline = now() + seconds
         self.nodes = 0
-        while True:
+        if self.chain is not None and self._stage_by_stage(self.chain):
+            return self._done("optimal")
+        while self.left > 0 or self.chain is None:
             model, relaxation, self.rows = relaxed(
                 self.asked, self.groups, self.kinds, self.rows, excluded=self.excluded, deadline=self.deadline
             )
@@ -206,7 +178,7 @@ class Search:
             verdict = self._round(model, relaxation)
             if verdict is None:
                 return self._done("optimal")
-            if self.best is not None and self.best[1].seconds <= self.bound * (1 + _TOLERANCE):
+            if self.best is not None and self.best[1].seconds <= self.bound * (1 + TOLERANCE):
                 return self._done("optimal")
             if self.best is None and self.cutoff == INFINITY and verdict.over:
                 self._look_lower(max(verdict.excess))
@@ -217,6 +189,17 @@ class Search:
             if refined == self.groups and not more and not self._forbid(model, verdict):
                 return self._done("optimal" if self.decided else "limit")
             self.groups, self.rows = refined, None if self.rows is None else self.rows | more
+
+        return self._done("limit")
+
+    def _stage_by_stage(self, chain: ChainSearch) -> bool:
+        """[Note: Labels] Whether that proves that nothing beats the best; the bound is what it proves else."""
+        answer = chain.run(cutoff=self.to_beat, seconds=self.left * _CHAIN_SHARE)
+        self.nodes += answer.labels
+        if answer.choice is not None:
+            self._offer(answer.choice, evaluate(self.problem, answer.choice))
+        self.bound = max(self.bound, min(answer.bound, self.to_beat))
+        return answer.proven
 
     def _forbid(self, model: Model, verdict: Verdict) -> bool:
         """The program is the problem itself here: what differs is HiGHS's tolerance. False where nothing differs."""
@@ -238,7 +221,7 @@ class Search:
         for share in _shares(model, relaxation):
             if share < INFINITY and self.slow == self._program:
                 continue
-            beating = self.to_beat * self.scale * (1 + _TOLERANCE) - relaxation.objective
+            beating = self.to_beat * self.scale * (1 + TOLERANCE) - relaxation.objective
             room = min(beating, share * relaxation.objective)
             unused = None if room == INFINITY else self._dear(model, relaxation, room)
             if room < beating < INFINITY and unused is not None:
@@ -246,7 +229,7 @@ class Search:
                 if (~unused).sum() > _WORTH_A_TRY * (~needed).sum():
                     continue  # about as many columns as are needed in the end
             room = room if unused is None or unused.any() else beating  # then it has all columns
-            enough = self.to_beat * self.scale * (1 - _TOLERANCE)
+            enough = self.to_beat * self.scale * (1 - TOLERANCE)
             answer = self._solved(model, unused, enough, all_columns=room == beating)
             self.nodes += answer.nodes
             self.decided = answer.status != "limit"
@@ -282,7 +265,7 @@ class Search:
                 without[: len(unused)] = unused
             tree = Branching(model.program, levels, without, lambda values: self._compared(model, values))
             self.tree = self._program, tree
-        enough = min(enough, self.to_beat * self.scale * (1 - _TOLERANCE))
+        enough = min(enough, self.to_beat * self.scale * (1 - TOLERANCE))
         return self.tree[1].grow(enough=enough, seconds=self.left)
 
     @property
@@ -294,7 +277,7 @@ class Search:
     def _compared(self, model: Model, values: np.ndarray) -> float:
         """Judges an integral answer of the tree; says what is to be beaten from then on."""
         self._judge(model, Answer("limit", INFINITY, 0.0, 0, values))
-        return self.to_beat * self.scale * (1 - _TOLERANCE)
+        return self.to_beat * self.scale * (1 - TOLERANCE)
 
     def _round_off(self, model: Model, relaxation: Answer) -> None:
         """A first choice of many single stages: the one that a relaxation leans to, with a limit that it meets."""
@@ -345,7 +328,7 @@ class Search:
 
     def _polish(self, choice: tuple[StageChoice, ...]) -> None:
         """Looks for a choice near this one that fits, and beats the best."""
-        runs = [Group(first, stop) for first, stop in _runs(self.problem)]
+        runs = [Group(first, stop) for first, stop in runs_of(self.problem)]
         taken = [choice[group.first : group.stop] for group in runs]
 
         def arrange(choices: Runs) -> Judged:
@@ -374,6 +357,14 @@ class Search:
         choice, verdict = tidied(self.problem, *self.best)
         bound = verdict.seconds if status == "optimal" else self.bound
         return Outcome(choice, verdict, bound, self.nodes, status)
+
+
+def _is_long(problem: Problem) -> bool:
+    """Whether going through the stages one by one is quicker than HiGHS: many choices, of few kinds of stages."""
+    kinds = {id(stage.variants): stage for stage in problem.stages}
+    counts = {key: count_choices(stage) for key, stage in kinds.items()}
+    many = sum(counts[id(stage.variants)] for stage in problem.stages) > _LONG
+    return many and 2 * len(kinds) <= len(problem.stages) and is_chain(problem)
 
 
 def _shares(model: Model, relaxation: Answer) -> tuple[float, ...]:
@@ -420,77 +411,12 @@ def _nearly_lowest(
 
 def _scale(problem: Problem) -> float:
     """Seconds are scaled to a step of about a thousand, so that a gap of zero means what it says."""
-    kinds = {id(stage.shapes): stage.shapes for stage in problem.stages}
-    least = {key: min(map(_least_seconds, shapes)) for key, shapes in kinds.items()}
-    return 1000.0 / max(sum(least[id(stage.shapes)] for stage in problem.stages) * problem.accumulation, 1e-9)
+    kinds = {id(stage.variants): stage.variants for stage in problem.stages}
+    least = {key: min(map(_least_seconds, variants)) for key, variants in kinds.items()}
+    return 1000.0 / max(sum(least[id(stage.variants)] for stage in problem.stages) * problem.accumulation, 1e-9)
 
 
-def _least_seconds(shape: ShapeTable) -> float:
+def _least_seconds(variant: VariantTable) -> float:
     """About what a stage takes at least: its kernels, and the quickest option of each unit."""
-    options = (min(sum(getattr(o, name).at(1) for name in SECONDS) for o in unit) for unit in shape.units)
-    return sum(stage.seconds for stage in shape.passes) + sum(options)
-
-
-def arranged(
-    problem: Problem, groups: Sequence[Group], choices: Sequence[Sequence[StageChoice]], *, enough: int = 0
-) -> tuple[tuple[StageChoice, ...], Verdict]:
-    """Gives every group's choices an order: of a few that with the lowest peak, or the first within `enough` bytes."""
-    best: tuple[tuple[StageChoice, ...], Verdict] | None = None
-    for key in (_need, lambda table, c: -_need(table, c)):
-        ordered: list[StageChoice] = []
-        for group, members in zip(groups, choices, strict=True):
-            table = problem.stages[group.first]
-            needs = {c: key(table, c) for c in set(members)}
-            ordered += sorted(members, key=lambda c, needs=needs: (needs[c], c.shape, c.options))
-        verdict = evaluate(problem, tuple(ordered))
-        if best is None or verdict.peak < best[1].peak:
-            best = tuple(ordered), verdict
-        if best[1].peak <= enough or all(group.size == 1 for group in groups):
-            break
-    assert best is not None
-    return best
-
-
-def tidied(
-    problem: Problem, choice: tuple[StageChoice, ...], verdict: Verdict
-) -> tuple[tuple[StageChoice, ...], Verdict]:
-    """The same choices with equal ones side by side in every run, where that fits: easier to read, no slower."""
-    runs = list(_runs(problem))
-    for sign in (1, -1):
-        ordered: list[StageChoice] = []
-        for first, stop in runs:
-            table = problem.stages[first]
-            needs = {c: sign * _need(table, c) for c in set(choice[first:stop])}
-            ordered += sorted(choice[first:stop], key=lambda c, needs=needs: (needs[c], c.shape, c.options))
-        if tuple(ordered) == choice:
-            return choice, verdict
-        again = evaluate(problem, tuple(ordered))
-        if again.peak <= problem.limit and again.seconds <= verdict.seconds * (1 + _TOLERANCE):
-            return tuple(ordered), again
-    return choice, verdict
-
-
-def _need(table: object, choice: StageChoice) -> int:
-    """How much a stage needs while it runs backward: those that need most go first, where least is held."""
-    shape = table.shapes[choice.shape]  # type: ignore[attr-defined]
-    own = np.array(shape.backward.activations)
-    for options, (o, k) in zip(shape.units, choice.options, strict=True):
-        own = own + options[o].backward @ np.array([1, k])
-    return -int(own.max()) if len(own) else 0
-
-
-def refine(groups: Sequence[Group], verdict: Verdict) -> list[Group]:
-    """Splits the groups around the stages that exceed the limit; without any, every group."""
-    wanted = {stage + d for stage in verdict.over for d in (-1, 0, 1)}
-    refined: list[Group] = []
-    for group in groups:
-        inside = [stage for stage in range(group.first, group.stop) if stage in wanted]
-        if group.size == 1 or (wanted and not inside):
-            refined.append(group)
-            continue
-        cuts = {group.first, (group.first + group.stop) // 2, group.stop}
-        for stage in (inside[:2] + inside[-2:]) if inside else []:
-            cuts.update((stage, stage + 1))
-        edges = sorted(cuts)
-        refined += [Group(a, b) for a, b in pairwise(edges)]
-    return refined
+    options = (min(sum(getattr(o, name).at(1) for name in SECONDS) for o in unit) for unit in variant.units)
+    return sum(stage.seconds for stage in variant.passes) + sum(options)

@@ -12,23 +12,21 @@ from functools import cached_property
 import numpy as np
 
 from osdp.search.clock_rows import ClockRows
+from osdp.search.evaluate import option_seconds, serial_counts
 from osdp.search.highs import INFINITY
 from osdp.search.problem import (
-    REDUCED,
-    REDUCED_LAST,
-    SECONDS,
+    BYTES,
+    TAKEN_TOGETHER,
     FloatArray,
+    MicroBatch,
     Problem,
     Rows,
-    ShapeTable,
     StageTable,
     UnitOption,
-    option_seconds,
-    serial_counts,
+    VariantTable,
 )
 
 MIB = float(1 << 20)  # bytes are scaled, so that HiGHS's tolerances mean about one byte
-_BYTES = ("always", "between", "after", "stepping", "ahead", "cast", "ahead_again", "cast_again", "reducing")
 Flags = tuple[bool, ...]  # which neighbours a row sees: the next gather, its issue, the last reduction
 
 
@@ -43,7 +41,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ExactRow:
-    """One row of every shape, by column; `picked` says which, `sees` which neighbours each of them sees."""
+    """One row of every variant, by column; `picked` says which, `sees` which neighbours each of them sees."""
 
     flags: Flags
     values: list[float]
@@ -66,12 +64,12 @@ class StageColumns:
         self.upper: list[float] = []
         self.integer: list[bool] = []
         self.rows: list[tuple[Terms, float, float]] = []
-        self.units: list[list[list[Chosen]]] = []  # shape, unit, option
-        self.shapes: list[list[int]] = []  # the columns whose sum is a shape's count
-        for shape in table.shapes:
-            self._shape(shape)
-        # [Constraint] every stage takes exactly one shape
-        self._row(dict.fromkeys((c for columns in self.shapes for c in columns), 1.0), 1.0, 1.0)
+        self.units: list[list[list[Chosen]]] = []  # variant, unit, option
+        self.variants: list[list[int]] = []  # the columns whose sum is a variant's count
+        for variant in table.variants:
+            self._variant(variant)
+        # [Constraint] every stage takes exactly one variant
+        self._row(dict.fromkeys((c for columns in self.variants for c in columns), 1.0), 1.0, 1.0)
         self.foreign_cost: Terms = {}
         if problem.overlap < 1:
             self._serial_cost()
@@ -108,16 +106,16 @@ class StageColumns:
         """[Constraint] a column is no less than these terms."""
         self._row({**{key: -value for key, value in terms.items()}, column: 1.0}, 0.0, INFINITY)
 
-    def _shape(self, shape: ShapeTable) -> None:
-        alone = len(shape.units) == 1  # then its options' counts add up to the shape's, which needs no column
+    def _variant(self, variant: VariantTable) -> None:
+        alone = len(variant.units) == 1  # then its options' counts add up to the variant's, which needs no column
         columns: list[int] = [] if alone else [self.column(upper=1.0)]
-        units = [[self._option(option) for option in options] for options in shape.units]
+        units = [[self._option(option) for option in options] for options in variant.units]
         self.units.append(units)
         for options in units if not alone else []:
-            # [Constraint] every unit of a chosen shape takes exactly one option
+            # [Constraint] every unit of a chosen variant takes exactly one option
             terms: Terms = {columns[0]: -1.0, **{chosen.count: 1.0 for chosen in options}}
             self._row(terms, 0.0, 0.0)
-        self.shapes.append(columns if columns else [chosen.count for chosen in units[0]])
+        self.variants.append(columns if columns else [chosen.count for chosen in units[0]])
         for chosen in (chosen for options in units for chosen in options):
             self.cost[chosen.count] += chosen.option.step.base * self.scale
             if chosen.sharded is not None:
@@ -134,18 +132,18 @@ class StageColumns:
         return Chosen(option, count, sharded)
 
     def kernel_terms(self, number: int, seconds: float) -> Terms:
-        """The seconds of kernels, if this shape is taken."""
-        return {column: seconds * self.scale for column in self.shapes[number]} if seconds else {}
+        """The seconds of kernels, if this variant is taken."""
+        return {column: seconds * self.scale for column in self.variants[number]} if seconds else {}
 
-    def option_terms(self, number: int, unit: int | tuple[int, int], names: Sequence[str], last: bool) -> Terms:
+    def option_terms(self, number: int, unit: int | tuple[int, int], names: Sequence[str], micro: MicroBatch) -> Terms:
         """The seconds that a unit's options take of some kinds."""
         found: Terms = {}
         for option, count, sharded in self._columns_of(number, unit):
             if option.parts:
                 assert isinstance(unit, int)
-                found[count] = option_seconds(*option.parts[unit], names, last) * self.scale
+                found[count] = option_seconds(*option.parts[unit], names, micro) * self.scale
                 continue
-            wanted = [n for n in names if last or n not in REDUCED_LAST]
+            wanted = micro.takes(names)
             base, slope = (sum(getattr(getattr(option, n), each) for n in wanted) for each in ("base", "slope"))
             if base:
                 found[count] = base * self.scale
@@ -164,18 +162,18 @@ class StageColumns:
             yield from ((c.option, c.count, c.sharded) for c in units[unit if len(units) > 1 else 0])
             return
         stage, index = unit
-        for o, option in enumerate(self.problem.stages[stage].shapes[0].units[index]):
+        for o, option in enumerate(self.problem.stages[stage].variants[0].units[index]):
             yield option, (stage, index, o, False), (stage, index, o, True) if option.slices > 1 else None
 
     def _serial_cost(self) -> None:
         """What a step takes of all operations one after the other, as far as nothing overlaps."""
-        for last, times in self.problem.micro_batches:
+        for micro, times in self.problem.micro_batches:
             part = times * (1 - self.problem.overlap)
-            for number, shape in enumerate(self.table.shapes):
-                kernels = sum(stage.seconds for stage in shape.passes)
+            for number, variant in enumerate(self.table.variants):
+                kernels = sum(stage.seconds for stage in variant.passes)
                 parts = [self.kernel_terms(number, part * kernels)]
-                for (unit, name), count in serial_counts(shape).items():
-                    terms = self.option_terms(number, unit, (name,), last)
+                for (unit, name), count in serial_counts(variant).items():
+                    terms = self.option_terms(number, unit, (name,), micro)
                     parts.append({key: part * count * value for key, value in terms.items()})
                 for key, value in (item for terms in parts for item in terms.items()):
                     if isinstance(key, int):
@@ -201,16 +199,18 @@ class StageColumns:
         if matrices is not None:
             times = [self.cost[chosen.count], *np.concatenate(matrices).ravel().tolist()]
         else:
-            times = [getattr(option, name).base for name in SECONDS if name not in REDUCED_LAST]
-            pairs = zip(REDUCED, REDUCED_LAST, strict=True)  # what the last micro-batch takes of both
-            times += [getattr(option, name).base + getattr(option, last).base for name, last in pairs]
-        held = [getattr(option, name).base for name in _BYTES]
+            times = [
+                sum(getattr(option, name).base for name in micro.takes(names))
+                for names in TAKEN_TOGETHER
+                for micro, _ in self.problem.micro_batches
+            ]
+        held = [getattr(option, name).base for name in BYTES]
         return [*times, *held, *option.forward[:, 0].tolist(), *option.backward[:, 0].tolist()]
 
     # Bytes by column, in MiB
 
     def vector(self, name: str) -> FloatArray:
-        """What each column holds of one kind of bytes; `before` and `behind` with what its shape leaves behind."""
+        """What each column holds of one kind of bytes; `before` and `behind` with what its variant leaves behind."""
         if name not in self._vectors:
             values = [0.0] * len(self)
             kind = {"before": "between", "behind": "after"}.get(name, name)
@@ -219,8 +219,10 @@ class StageColumns:
                 values[chosen.count] += amount.base
                 if chosen.sharded is not None:
                     values[chosen.sharded] += amount.slope
-            for columns, shape in zip(self.shapes, self.table.shapes, strict=True):
-                left = {"before": shape.saved, "behind": shape.saved + shape.freed}.get(name, 0)
+            for columns, variant in zip(self.variants, self.table.variants, strict=True):
+                left = {"before": variant.saved, "behind": variant.saved + variant.freed, "host": variant.host}.get(
+                    name, 0
+                )
                 for column in columns if left else ():
                     values[column] += left
             self._vectors[name] = np.array(values) / MIB
@@ -249,13 +251,13 @@ class StageColumns:
         return [chosen for chosen in self.chosen() if chosen.option.far is not None]
 
     def exact(self, backward: bool) -> list[ExactRow]:
-        """Rows of a visit for a single stage; they meet only where they see the same neighbours.
+        """Rows of a pass for a single stage; they meet only where they see the same neighbours.
 
-        One row of the program takes one row of every shape: only the chosen shape's part is not zero, so it says the
-        same as a row for each, and its relaxation cannot hide one shape behind another.
+        One row of the program takes one row of every variant: only the chosen one's part is not zero, so it says the
+        same as a row for each, and its relaxation cannot hide one variant behind another.
         """
         if backward not in self._exact:
-            tables = [shape.backward if backward else shape.forward for shape in self.table.shapes]
+            tables = [variant.backward if backward else variant.forward for variant in self.table.variants]
             parts = [self._part(number, backward) for number in range(len(tables))]
             flags = [flags_of(rows) for rows in tables]
             found = []
@@ -269,16 +271,16 @@ class StageColumns:
                     )
                     found.append(ExactRow(wanted, values.tolist(), picked, sees))
             self._exact[backward] = (
-                found if any(shape.cross_stage_units for shape in self.table.shapes) else _highest_of(found)
+                found if any(variant.cross_stage_units for variant in self.table.variants) else _highest_of(found)
             )
         return self._exact[backward]
 
     def _part(self, number: int, backward: bool) -> FloatArray:
-        """A shape's rows, by column: its activations and what its options hold there."""
-        shape = self.table.shapes[number]
-        rows = shape.backward if backward else shape.forward
+        """A variant's rows, by column: its activations and what its options hold there."""
+        variant = self.table.variants[number]
+        rows = variant.backward if backward else variant.forward
         part = np.zeros((len(rows), len(self)))
-        part[:, self.shapes[number]] = (rows.activations + (shape.saved if backward else 0))[:, None]
+        part[:, self.variants[number]] = (rows.activations + (variant.saved if backward else 0))[:, None]
         for chosen in (chosen for options in self.units[number] for chosen in options):
             table = chosen.option.backward if backward else chosen.option.forward
             part[:, chosen.count] += table[:, 0]
@@ -296,13 +298,13 @@ class StageColumns:
     def _average(self, size: int, backward: bool, seen: tuple[tuple[str, str], ...]) -> tuple[list[float], float]:
         most = sum(self.most(name) for _, name in seen)
         values = np.zeros(len(self))
-        for columns, shape, units in zip(self.shapes, self.table.shapes, self.units, strict=True):
-            rows = shape.backward if backward else shape.forward
+        for columns, variant, units in zip(self.variants, self.table.variants, self.units, strict=True):
+            rows = variant.backward if backward else variant.forward
             sees = np.ones(len(rows), bool)
             for flag, _ in seen:
                 sees &= getattr(rows, flag)
-            rest = min(shape.saved, shape.saved + shape.freed) if backward else 0
-            need = shape.saved if backward else 0
+            rest = min(variant.saved, variant.saved + variant.freed) if backward else 0
+            need = variant.saved if backward else 0
             if len(units) == 1:  # the highest row of each option
                 for chosen in units[0]:
                     highest = _highest(rows, _least(chosen.option, backward), sees, most)
@@ -343,7 +345,7 @@ def flags_of(rows: Rows) -> list[Flags]:
 
 
 def _picked(rows: Rows, alike: list[int], number: int) -> int | None:
-    """A shape's part in a row of the program: its next row with the same flags, or its highest of any."""
+    """A variant's part in a row of the program: its next row with the same flags, or its highest of any."""
     if alike:
         return alike[min(number, len(alike) - 1)]
     return int(np.argmax(rows.activations)) if len(rows) else None

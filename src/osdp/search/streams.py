@@ -7,8 +7,9 @@ what was gathered, and a reduction where the one before it is not done. At the e
 Every clock is a maximum of sums of durations, so the time of a step is linear in the choices but for maxima.
 
 [Note: Clocks]
-What one pass of a stage leaves to the next are five clocks. One gather may be under way for a unit of a later stage,
+What one pass of a stage leaves to the next are five clocks. A gather may be under way for a unit of a later stage,
 whose choice says how long it takes. Hence clocks come in pairs: without that gather, and with it less its duration.
+Where two gathers are under way for that stage, one begins where the other ends, and both are that gather.
 
     COMPUTE, COMPUTE_PENDING   how far the computation has come
     GATHER                     when the pending gather begins
@@ -37,7 +38,7 @@ Matrix = NDArray[np.float64]  # [from, to]
 class Act(IntEnum):
     RUN = 0  # computes
     ISSUE = 1  # puts a gather on the wire
-    ISSUE_NEXT = 2  # puts the gather of a later stage's unit on the wire
+    ISSUE_NEXT = 2  # puts the gathers of a later stage's units on the wire
     WAIT = 3  # computation waits for a unit's gather, if its option has one; `names` says which
     WAIT_REDUCED = 4  # computation waits for the last reduction
     REDUCE = 5  # puts a reduction on the wire
@@ -57,11 +58,11 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class StagePass:
-    """One pass of a stage; `pending` is the own unit whose gather was put on the wire by an earlier stage, or -1."""
+    """One pass of a stage; `pending` are own units whose gathers an earlier stage put on the wire, in that order."""
 
     ops: tuple[Op, ...] = ()
-    pending: int = -1
-    pending_name: str = "gather"
+    pending: tuple[int, ...] = ()
+    pending_names: tuple[str, ...] = ("gather",)  # fields of their options, as in `Op.names`
 
     @property
     def seconds(self) -> float:
@@ -104,13 +105,18 @@ class _Streams(Generic[V]):
     def _plus(self, pair: Sequence[V | None], op: Op) -> list[V | None]:
         return [None if value is None else self._algebra.plus(value, op) for value in pair]
 
-    def resolve(self, op: Op) -> None:
-        """The pending gather is of a unit of this stage: now it is known how long it takes."""
-        arrived = self._plus([self.gather], op)[0]
-        self._gathered[op.unit] = [arrived, None]
+    def resolve(self, ops: Sequence[Op]) -> None:
+        """The pending gathers are of units of this stage: now it is known how long they take."""
+        arrived = [self.gather]
+        for op in ops:
+            arrived = self._plus(arrived, op)
+            self._gathered[op.unit] = [arrived[0], None]
         for pair in (self.compute, self.wire):
-            pair[:] = [self._max(pair[0], self._plus([pair[1]], op)[0]), None]
-        self.wire[0] = self._max(self.wire[0], arrived)
+            behind = [pair[1]]
+            for op in ops:
+                behind = self._plus(behind, op)
+            pair[:] = [self._max(pair[0], behind[0]), None]
+        self.wire[0] = self._max(self.wire[0], arrived[0])
         self.gather = None
         self._reduced = list(self.wire)
 
@@ -140,8 +146,8 @@ class _Streams(Generic[V]):
 def passed(stage: StagePass, clocks: Sequence[V | None], algebra: Algebra[V]) -> list[V | None]:
     """The clocks after a pass."""
     streams = _Streams(algebra, clocks)
-    if stage.pending >= 0:
-        streams.resolve(Op(Act.ISSUE, stage.pending, (stage.pending_name,)))
+    if stage.pending:
+        streams.resolve([Op(Act.ISSUE, unit, stage.pending_names) for unit in stage.pending])
     for op in stage.ops:
         streams.run(op)
     return streams.clocks()

@@ -14,11 +14,11 @@ from types import FrameType, TracebackType
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from osdp.cluster import format_bytes
 from osdp.errors import OsdpError
 from osdp.planfile import Plan
+from osdp.runtime.alike import is_lost_peer
 
 PATIENCE_SECONDS = 3.0  # torchrun passes on what the terminal has sent already: that is one wish, not two
 
@@ -89,7 +89,7 @@ def explained(error: BaseException, *, during: str, plan: Plan | None, resumes: 
             peak, limit = format_bytes(plan.predicted.peak_bytes), format_bytes(plan.predicted.limit_bytes)
             text += f"; the plan expected {peak} of {limit}"
         return OsdpError(f"{text}; plan with a smaller --memory or --batch, or on more ranks; {resumes}")
-    if _no_peer(error):
+    if is_lost_peer(error):
         return OsdpError(f"lost another rank in {during} ({cause}); {resumes}")
     return None
 
@@ -97,11 +97,4 @@ def explained(error: BaseException, *, during: str, plan: Plan | None, resumes: 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
-def _no_peer(error: BaseException) -> bool:
-    words = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL", "Broken pipe")
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     )

@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from osdp.cost.training import optimizer_cost
+from osdp.cost.training import StateFormat, optimizer_cost
 from osdp.runtime.local import local_tensor
+from osdp.training.adafactor import ShardedAdafactor
+from osdp.training.small_states import SmallStateAdamW
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.9
@@ -54,16 +56,8 @@ def optimizer_of(name: str, parameters: Iterable[Any], *, lr: float) -> torch.op
     return _MADE[optimizer_cost(name).name](parameters, lr=lr)
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023): the sign of a mean of gradients is the step. One state, no roots.
-
-    Every element is stepped by itself, so shards are stepped as they lie on each rank.
-    """
-
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+class _Elementwise(torch.optim.Optimizer):
+    """Steps every element by itself, so shards are stepped as they lie on each rank, all tensors of a group at once."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -72,18 +66,66 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if trained:
-                self._step(trained, group)
+            on_device: dict[torch.device, list[nn.Parameter]] = {}  # some may be on the host
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    on_device.setdefault(parameter.device, []).append(parameter)
+            for trained in on_device.values():
+                gradients = [local_tensor(parameter.grad) for parameter in trained if parameter.grad is not None]
+                self._update(trained, [local_tensor(parameter) for parameter in trained], gradients, group)
         return loss
 
-    def _step(self, trained: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _update(
+        self, trained: list[nn.Parameter], parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+    def _states(self, trained: list[nn.Parameter], name: str) -> list[Tensor]:
+        """One for each parameter, zeros at first."""
         for parameter in trained:
             if not self.state[parameter]:
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-        parameters = [local_tensor(parameter) for parameter in trained]
-        gradients = [local_tensor(parameter.grad) for parameter in trained if parameter.grad is not None]
-        means = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in trained]
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [local_tensor(self.state[parameter][name]) for parameter in trained]
+
+
+class SGD(_Elementwise):
+    """SGD with momentum and L2 decay as torch has it, but for a copy of all gradients that torch decays.
+
+    Decay goes into the parameters, or with momentum into the buffer, and gradients stay as they are.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    def _update(
+        self, trained: list[nn.Parameter], parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        rate, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+        if momentum:
+            buffers = self._states(trained, "momentum_buffer")
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, gradients)
+            if decay:
+                torch._foreach_add_(buffers, parameters, alpha=decay)
+            torch._foreach_add_(parameters, buffers, alpha=-rate)
+            return
+        if decay:
+            torch._foreach_mul_(parameters, 1 - rate * decay)
+        torch._foreach_add_(parameters, gradients, alpha=-rate)
+
+
+class Lion(_Elementwise):
+    """Lion (Chen et al., 2023): the sign of a mean of gradients is the step. One state, no roots."""
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _update(
+        self, trained: list[nn.Parameter], parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        means = self._states(trained, "exp_avg")
         first, second = group["betas"]
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
@@ -96,8 +138,17 @@ class Lion(torch.optim.Optimizer):
 _MADE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, betas=BETAS, foreach=True),
     "adamw-fused": partial(torch.optim.AdamW, betas=BETAS, fused=True),
-    "sgd": partial(torch.optim.SGD, foreach=True),
-    "sgd-momentum": partial(torch.optim.SGD, momentum=MOMENTUM, foreach=True),
+    "sgd": partial(SGD, weight_decay=DECAY),
+    "sgd-momentum": partial(SGD, momentum=MOMENTUM, weight_decay=DECAY),
     "lion": partial(Lion, weight_decay=DECAY),
     "adagrad": partial(torch.optim.Adagrad, weight_decay=DECAY, foreach=True),
+    "adam": partial(torch.optim.Adam, betas=BETAS, weight_decay=DECAY, foreach=True),
+    "nadam": partial(torch.optim.NAdam, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
+    "radam": partial(torch.optim.RAdam, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
+    "adamax": partial(torch.optim.Adamax, weight_decay=DECAY, foreach=True),
+    "adadelta": partial(torch.optim.Adadelta, weight_decay=DECAY, foreach=True),
+    "rmsprop": partial(torch.optim.RMSprop, weight_decay=DECAY, foreach=True),
+    "adamw-bf16": partial(SmallStateAdamW, betas=BETAS, states=StateFormat.BF16),
+    "adamw-8bit": partial(SmallStateAdamW, betas=BETAS, states=StateFormat.BLOCKS),
+    "adafactor": partial(ShardedAdafactor, weight_decay=DECAY),
 }

@@ -95,6 +95,9 @@ def _met(device: torch.device, rank: int, size: int, timeout_seconds: float) -> 
     except (RuntimeError, ValueError) as error:  # dist.DistError is one too
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         cause = str(error).partition("\n")[0]
+        if "EADDRINUSE" in cause:
+            told = f"{where}, where rank {rank} is to meet the others, is taken by another process"
+            raise OsdpError(f"{told}; set MASTER_PORT to a port that is free") from None
         raise OsdpError(f"rank {rank} did not meet all {size} ranks at {where} ({cause}); start all of them") from None
     return store
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from osdp.api import plan_graph
 from osdp.cluster import Cluster
 from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
@@ -16,6 +15,7 @@ from osdp.errors import DoesNotFit, OsdpError, UsageError
 from osdp.model.graph import ModelGraph
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
+from osdp.planning import plan_graph
 from osdp.profiling.trial import Trial, try_plan
 from osdp.recompute import Recompute
 from osdp.runtime.consistency import by_rank_0

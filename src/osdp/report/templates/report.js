@@ -118,7 +118,7 @@
   }
 
   // ---- streams
-  const COLORS = { compute: "var(--s-compute)", copy: "var(--s-copy)", optimizer: "var(--s-optimizer)", stall: "var(--stall)", all_gather: "var(--s-gather)", reduce_scatter: "var(--s-reduce)", all_reduce: "var(--s-reduce)" };
+  const COLORS = { compute: "var(--s-compute)", copy: "var(--s-copy)", optimizer: "var(--s-optimizer)", stall: "var(--stall)", all_gather: "var(--s-gather)", reduce_scatter: "var(--s-reduce)", all_reduce: "var(--s-all-reduce)" };
   const NAMES = { compute: "compute", copy: "copies", optimizer: "optimizer", stall: "stall: computation waits", all_gather: "all-gather", reduce_scatter: "reduce-scatter", all_reduce: "all-reduce" };
   const LANES = [["compute", 34], ["collectives", 90]], LANE = 40;
   function drawStreams() {
@@ -143,7 +143,8 @@
     Object.assign(box, { geometry: { s, svg, bottom: 134 } });
     const stalls = w.spans.filter((e) => e[1] === "stall").reduce((a, e) => a + e[4] - e[3], 0);
     const sent = w.spans.filter((e) => e[0] === 1).reduce((a, e) => a + e[4] - e[3], 0);
-    $("streams-summary").textContent = `Communication takes ${seconds(sent)} of ${seconds(w.end)}; computation waits ${seconds(stalls)} for it (${((100 * stalls) / w.end).toFixed(1)} %).${w.slowdown > 1.001 ? ` Compute and communication slow each other down here: durations are stretched by ${w.slowdown.toFixed(2)} to the stated step.` : ""}`;
+    const sliced = w.sliced > 1e-3 * sent ? ` Of the communication, ${seconds(w.sliced)} are collectives of later slices, which run while their operator computes and are not drawn.` : "";
+    $("streams-summary").textContent = `Communication takes ${seconds(sent + w.sliced)} of ${seconds(w.end)}; computation waits ${seconds(stalls)} for it (${((100 * stalls) / w.end).toFixed(1)} %).${sliced}${w.slowdown > 1.001 ? ` Compute and communication slow each other down here: durations are stretched by ${w.slowdown.toFixed(2)} to the stated step.` : ""}`;
     const kinds = [...new Set(w.spans.map((e) => e[1]))];
     legend("streams-legend", Object.keys(NAMES).filter((k) => kinds.includes(k)).map((k) => ({ name: NAMES[k], color: COLORS[k] })));
     readStreams(false);
@@ -173,14 +174,14 @@
     if (data.bound) {
       const at = data.bound_batch, from = at ? Math.max(left, x(at) - 40) : left, to = at ? Math.min(width - RIGHT, x(at) + 40) : width - RIGHT;
       add(svg, "line", { x1: from, x2: to, y1: y(data.bound), y2: y(data.bound), class: "limitline" });
-      add(svg, "text", { x: left + 6, y: y(data.bound) - 6, class: "limit halo" }, `no plan ${at ? `of micro-batch ${at} ` : ""}exceeds ${three(data.bound)}`);
+      add(svg, "text", { x: left + 6, y: y(data.bound) - 6, class: "limit halo" }, `no plan that fits ${at ? `at micro-batch ${at} ` : ""}exceeds ${three(data.bound)}`);
     }
     const c = add(add(svg, "defs", {}), "clipPath", { id: "rates-clip" }); add(c, "rect", { x: left, y: 0, width: width - left, height: bottom });
     const inside = add(svg, "g", { "clip-path": "url(#rates-clip)" });
     // One colour for a way, and one kind of line for each kind of recompute.
     const family = (name) => name.split(" with ")[0], families = [...new Set(data.rates.slice(1).map((r) => family(r.name)))];
     const color = (i) => `var(--w${i ? 1 + families.indexOf(family(data.rates[i].name)) : 0})`;
-    const kind = (name) => (name.endsWith(" with recompute") ? "dash" : name.endsWith("recompute") ? "dots" : "line");
+    const kind = (name) => (name.endsWith(" with full recompute") ? "dash" : name.endsWith("recompute") ? "dots" : "line");
     [...data.rates.keys()].reverse().forEach((i) => {
       const r = data.rates[i], fits = r.points.filter((p) => p[3]), not = [...fits.slice(-1), ...r.points.filter((p) => !p[3])], line = (ps) => ps.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ");
       const style = { fill: "none", stroke: color(i), "stroke-width": i ? 2 : 3.5, "stroke-linejoin": "round" }, dash = { dash: { "stroke-dasharray": "9 4" }, dots: { "stroke-dasharray": "3 3" } }[kind(r.name)] || {};
@@ -238,7 +239,7 @@
   function detail(i) {
     const stage = data.stages[i], cells = [...$("strip").children];
     cells.forEach((cell, k) => { cell.tabIndex = k === i ? 0 : -1; cell.setAttribute("aria-current", String(k === i)); });
-    const rows = stage.units.map((u) => `<tr><th scope="row">${escaped(u.name)}</th><td>${u.mode}${u.two_levels ? ", two levels" : ""}${u.reduce_once ? ", reduced once" : ""}${u.all_reduce_once ? ", all-reduced once" : ""}</td><td class="num">${u.splits > 1 ? `${u.splits}${u.splits > u.sharded ? ` (${u.splits - u.sharded} replicated)` : ""}` : "–"}</td><td class="num">${count(u.parameters)}</td><td class="num">${bytes(u.held)}</td><td class="num">${bytes(u.own_peak)}</td><td class="num">${spent(u.compute)}</td><td class="num">${spent(u.gather)}</td><td class="num">${spent(u.reduce)}</td><td class="num">${spent(u.stall)}</td></tr>`).join("");
+    const rows = stage.units.map((u) => `<tr><th scope="row">${escaped(u.name)}</th><td>${u.mode}${u.two_levels ? ", two levels" : ""}${u.reduce_once ? ", reduced once" : ""}${u.all_reduce_once ? ", all-reduced once" : ""}${u.gather_once ? ", gathered once" : ""}${u.prefetch > 1 ? ", two gathered ahead" : ""}${u.offload ? ", on the host" : ""}</td><td class="num">${u.splits > 1 ? `${u.splits}${u.splits > u.sharded ? ` (${u.splits - u.sharded} replicated)` : ""}` : "–"}</td><td class="num">${count(u.parameters)}</td><td class="num">${bytes(u.held)}</td><td class="num">${bytes(u.own_peak)}</td><td class="num">${spent(u.compute)}</td><td class="num">${spent(u.gather)}</td><td class="num">${spent(u.reduce)}</td><td class="num">${spent(u.stall)}</td></tr>`).join("");
     $("detail").innerHTML = `<h3>${escaped(stage.name)}</h3>${{ full: "Its activations are recomputed", selective: "Its activations are recomputed but what products and attention put out" }[stage.recompute] || "Its activations are saved"}: ${bytes(Math.max(0, stage.saved))} stay after forward. Kernels take ${seconds(stage.forward)} in forward and ${seconds(stage.backward)} in backward.` + (rows ? `<div class="scroll"><table><thead><tr><th scope="col">unit</th><th scope="col">mode</th><th scope="col" class="num">slices</th><th scope="col" class="num">parameters</th><th scope="col" class="num">held always</th><th scope="col" class="num">at most</th><th scope="col" class="num">kernels</th><th scope="col" class="num">gather</th><th scope="col" class="num">reduce</th><th scope="col" class="num">waited for</th></tr></thead><tbody>${rows}</tbody></table></div>` : "");
   }
 
