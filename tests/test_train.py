@@ -43,6 +43,7 @@ from training_runs import (
 
 from osdp.cli.main import main
 from osdp.errors import OsdpError
+from osdp.training.failures import StopRequest
 from osdp.training.world import World, started
 
 
@@ -118,6 +119,21 @@ def test_a_killed_rank_costs_time_and_changes_no_bit(whole: Process, killed: tup
     (lost,) = process.sentences()
     assert "another rank" in lost and f"--resume goes on from step {resume['step']} in" in lost
     assert "Traceback" not in "".join(process.errors)
+
+
+def test_a_signal_does_not_cut_short_what_a_failure_says() -> None:
+    """torchrun sends SIGTERM to the ranks that are left, and does so while they find out why they fail."""
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as wish:
+        with pytest.raises(OsdpError, match="lost"), wish.heard():
+            raise OsdpError("lost another rank")
+        signal.raise_signal(signal.SIGTERM)  # would end this process
+        assert wish.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+    with StopRequest() as wish:
+        with wish.heard():
+            assert signal.getsignal(signal.SIGTERM) is not before
+        assert signal.getsignal(signal.SIGTERM) is before  # nothing failed: a signal ends the process again
 
 
 def next_of(events: list[dict[str, Any]], number: int, *, last: bool) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A case changes a good input at random. Some changes make nonsense by construction, and the case says so: it must be
 refused with exit code 2. Whatever is changed, a command ends within a stated bound, without a traceback, with an exit
-code of [Note: Exit codes] in osdp.cli.main, and an error is one sentence.
+code of [Note: Exit codes] in osdp.cli.failed, and an error is one sentence.
 """
 
 from benchmarks.fuzz.run import BOUND_SECONDS, KINDS, Report, fuzz

@@ -1,13 +1,8 @@
-"""The parser, and what becomes of an error: a sentence and an exit code, never a traceback.
-
-[Note: Exit codes]
-0 done; 1 something failed; 2 the input must be corrected; 3 no plan fits the memory; 130 interrupted, 143 terminated.
-"""
+"""The parser of all commands, and the exit code of the one that runs; see [Note: Exit codes] in osdp.cli.failed."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 
@@ -31,10 +26,9 @@ from osdp.cli import (
     verify,
     whatif,
 )
+from osdp.cli.failed import Failed, errors_said
 from osdp.cli.parser import Parser
-from osdp.errors import DoesNotFit, OsdpError, UsageError
 
-FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 COMMANDS = (
     *(plan, explain, diff, whatif, size, report, trace, export, graph, verify),
     *(doctor, profile, tune, train, models, devices, completion),
@@ -78,27 +72,17 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; see [Note: Exit codes]."""
+    """Runs one command; see [Note: Exit codes] in osdp.cli.failed."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without × shows ?, and the answer still arrives
     # What a model cannot do on fake tensors is told in a sentence; torch would log it before, with its stack.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        _run(argv)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has seen enough. Python would flush once more at its end, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except DoesNotFit as error:
-        _show_does_not_fit(error)
-        return DOES_NOT_FIT
-    except (OsdpError, OSError) as error:
-        _say(f"error: {error}")
-        return USAGE if isinstance(error, UsageError) else FAILED
+        with errors_said():
+            _run(argv)
+    except Failed as failed:
+        return failed.code
     return 0
 
 
@@ -113,15 +97,3 @@ def _run(argv: Sequence[str] | None) -> None:
         arguments.run(arguments)
     finally:
         sys.stdout.flush()  # here, where a reader that has left is known; --help leaves through here too
-
-
-def _say(sentence: str) -> None:
-    print(f"osdp: {sentence}", file=sys.stderr)
-
-
-def _show_does_not_fit(error: DoesNotFit) -> None:
-    from osdp.report.page import misfit_page
-    from osdp.report.printing import console
-    from osdp.report.terminal import print_misfit
-
-    print_misfit(misfit_page(error), console(sys.stderr))

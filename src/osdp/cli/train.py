@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from osdp.cli.failed import errors_said
 from osdp.cli.parser import Commands, add_model, checked, positive, whole
 from osdp.cli.plan import add_restrictions, asked_recompute, pins_of
 from osdp.cli.planning import add_planning, check_batch
@@ -190,16 +191,19 @@ def run(arguments: argparse.Namespace) -> None:
         compute_dtype, device = PRECISIONS[plan.precision].compute_dtype, plan.cluster.device
         check_graph(plan, source.capture(compute_dtype, device=device, name=plan.model.name))
     from osdp.training.data import demo_text
+    from osdp.training.failures import StopRequest
     from osdp.training.run import Files, train
 
-    code = train(
-        source,
-        Files(tuple(arguments.data or [demo_text()]), arguments.tokenizer, arguments.token_dtype),
-        _settings(arguments),
-        _log_settings(arguments),
-        plan_of=_planner(arguments, source, plan),
-        timeout_seconds=arguments.timeout,
-    )
+    with StopRequest() as wish, errors_said():
+        code = train(
+            source,
+            Files(tuple(arguments.data or [demo_text()]), arguments.tokenizer, arguments.token_dtype),
+            _settings(arguments),
+            _log_settings(arguments),
+            plan_of=_planner(arguments, source, plan),
+            timeout_seconds=arguments.timeout,
+            wish=wish,
+        )
     if code:
         raise SystemExit(code)
 

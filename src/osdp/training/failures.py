@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -26,20 +26,33 @@ _PLACE = re.compile(r"^\[[^\]]*\] ?")  # where in the library's source
 
 
 class StopRequest:
-    """SIGINT and SIGTERM: the first asks to stop after the step; one more, some seconds later, ends the process."""
+    """SIGINT and SIGTERM: the first asks to stop after the step; one more, some seconds later, ends the process.
+
+    torchrun sends SIGTERM to the ranks that are left of a failed run, while they find out why they fail. So a failure
+    leaves signals heard until its sentence is printed, which is where this context ends.
+    """
 
     def __init__(self) -> None:
         self.signal = 0
         self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
 
     @contextmanager
     def heard(self) -> Iterator[StopRequest]:
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """While training; before it, a signal ends the process."""
+        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        yield self
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -57,10 +57,11 @@ def train(
     *,
     plan_of: PlanOf,
     timeout_seconds: float,
+    wish: StopRequest,
 ) -> int:
     """Trains on all ranks; gives the exit code. `plan_of` is called on all ranks and gives one plan."""
     with started(timeout_seconds=timeout_seconds) as world:
-        run = _Run(source, files, settings, log_settings, plan_of, timeout_seconds)
+        run = _Run(source, files, settings, log_settings, plan_of, timeout_seconds, wish)
         try:
             return run.on(world)
         except BaseException as error:
@@ -76,9 +77,10 @@ class _Run:
         log_settings: LogSettings,
         plan_of: PlanOf,
         timeout_seconds: float,
+        wish: StopRequest,
     ) -> None:
         self.source, self.files, self.settings, self.log_settings = source, files, settings, log_settings
-        self.plan_of, self.timeout_seconds = plan_of, timeout_seconds
+        self.plan_of, self.timeout_seconds, self.wish = plan_of, timeout_seconds, wish
         self.plan: Plan | None = None
         self.trainer: Trainer | None = None
 
@@ -105,7 +107,7 @@ class _Run:
             )
             trainer = Trainer(self.source, model, feed, plan, data, settings, world=world, watchdog=watchdog)
             self.trainer = trainer
-            wish = stack.enter_context(StopRequest().heard())
+            wish = stack.enter_context(self.wish.heard())
             done = trainer.checkpointing.resumed()
             say.start(plan, done, settings.keeping.folder)
             if self.source.pretrained is not None and not done and world.leads and not log_settings.quiet:
