@@ -181,7 +181,7 @@ def slice_work(
     two_levels = option.crosses(mode)
     if places.enter is not None:
         gather = _gather(mode, sizes, training, cluster, again=False, two_levels=two_levels)
-        if option.stays_gathered(training.accumulation):  # the host's own time is taken with every pass
+        if option.stays_gathered(training.accumulation):  # host overhead comes with every pass
             gather = [*_with_unit_overhead([], cluster), *(each._replace(first=True) for each in gather)]
         else:
             gather = _with_unit_overhead(gather, cluster)
@@ -234,7 +234,7 @@ def _exchange_seconds(mode: ShardingMode, sizes: Sizes, training: Training, clus
 
 
 def _with_unit_overhead(work: list[Collective], cluster: Cluster) -> list[Collective]:
-    """The same with the host's own time for a unit's pass, before its first collective."""
+    """The same with the host overhead of a unit's pass, before its first collective."""
     if not cluster.unit_overhead_seconds:
         return work
     first, *rest = work or [Collective("copy", None, 0, 0.0, 0, 0.0)]

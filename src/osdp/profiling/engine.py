@@ -1,4 +1,4 @@
-"""What the engine adds to compute and collectives: the host's own time, and how far both slow each other.
+"""What the engine adds to compute and collectives: host overhead, and how far both slow each other.
 
 [Note: Engine]
 Stacks of blocks are trained by the real engine, in turn with the same blocks without it, and figures are chosen so that
@@ -176,11 +176,11 @@ class _Unknown:
         return values[-len(self._factors) :]
 
     def figures(self, values: Array) -> EngineFigures:
-        visit, exchange, tensor, byte = (values[: len(_UNITS)] * _UNITS).tolist()
+        unit, collective, tensor, byte = (values[: len(_UNITS)] * _UNITS).tolist()
         rest = values[len(_UNITS) :].tolist()
         busy, factors = rest[: len(self._busy)], rest[len(self._busy) :]
         found = _each(self._busy, busy), _each(self._factors, factors)
-        return EngineFigures(visit, exchange, tensor, byte, *found, ())
+        return EngineFigures(unit, collective, tensor, byte, *found, ())
 
 
 def _each(groups: Sequence[tuple[Collective, ...]], values: Sequence[float]) -> Figures:

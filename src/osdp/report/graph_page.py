@@ -66,13 +66,13 @@ class GraphPage:
 
 def graph_page(nodes: Sequence[StepNode]) -> GraphPage:
     # Nodes of neighbouring stages may alternate, as a collective is issued while another stage computes.
-    visits = [
+    passes = [
         StageRow(found[0].phase, (found[0].stage,), tallied(found))
         for found in merged(nodes, key=lambda node: (node.phase, node.stage))
     ]
     rows = tuple(
         StageRow(alike[0].phase, tuple(name for row in alike for name in row.stages), alike[0].tallies)
-        for alike in merged(visits, key=_key)
+        for alike in merged(passes, key=_key)
     )
     return GraphPage(len(nodes), rows, tallied(nodes))
 

@@ -213,13 +213,13 @@ def _print_engine(page: ProfilePage, out: Console) -> None:
         page.tensor_seconds,
         SIZE * page.copy_byte_seconds,
     )
-    visit, exchange, tensor, copy = map(format_seconds, host)
+    unit, collective, tensor, copy = map(format_seconds, host)
     print_line(
         out,
-        f"the host's own time: {visit} for a unit's pass, {exchange} for an exchange, {tensor} for a tensor in it, "
+        f"host overhead: {unit} for a unit's pass, {collective} for a collective, {tensor} for a tensor in it, "
         f"{copy} for a MiB copied, beyond the memory's rate",
     )
-    print_line(out, f"of the shorter of compute and communication, {100 * page.overlap:.0f} % hides behind the longer")
+    print_line(out, f"compute and communication overlap by {100 * page.overlap:.0f} % of the shorter one")
 
 
 def _print_optimizers(page: ProfilePage, out: Console) -> None:

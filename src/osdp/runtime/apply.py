@@ -352,7 +352,7 @@ def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | Non
     finish = reductions.finish if reductions is not None else lambda: None
     if dist.get_backend() == FAKE:
         return UnusedGradients(units, finish, on_this_rank)
-    exchange: Exchange = functools.partial(largest_of_all, group=meshes.processors)
+    exchange: Exchange = functools.partial(largest_of_all, group=meshes.cpu_group)
     if reductions is not None:
         run = reductions.run
         exchange = lambda used: run(lambda own: largest_of_all(used, own.world))  # noqa: E731

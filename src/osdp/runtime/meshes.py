@@ -158,7 +158,7 @@ class Meshes:
         return group
 
     @functools.cached_property
-    def processors(self) -> dist.ProcessGroup:
+    def cpu_group(self) -> dist.ProcessGroup:
         """All ranks, for what is no device's business: asking there would wait for all that it still has to do."""
         if self._within is not None:
             return self._new_group([self._within.mesh.tolist()], dist.Backend.GLOO)

@@ -2,7 +2,7 @@
 
 [Note: Factors]
 A step's seconds are one number, a profile has many. So four factors stand for it: on compute, on communication, on the
-host's own time and on the optimizer. They are those that explain the measured steps best while they stay near 1: with
+host overhead and on the optimizer. They are those that explain the measured steps best while they stay near 1: with
 one step measured it spreads the difference over all, and every further plan, whose mixture differs, tells them apart.
 """
 
