@@ -83,10 +83,14 @@ def by_plan(bench: Bench, cluster: Cluster, rules: Rules, limit: int) -> Make:
 
 
 def _trains(bench: Bench, make: Make, shape: Shape, limit: int) -> bool:
+    tried = {"layers": shape.layers, "widths": shape.widths}
     try:
-        return bench.peak(1, make(shape)).peak_bytes <= limit
-    except DoesNotFit:
+        peak = bench.peak(1, make(shape)).peak_bytes
+    except DoesNotFit as error:
+        bench.log.add("tried", **tried, why=str(error).splitlines()[0])
         return False
+    bench.log.add("tried", **tried, peak_bytes=peak)
+    return peak <= limit
 
 
 def largest(trains: Callable[[int], bool], begin: int) -> int:

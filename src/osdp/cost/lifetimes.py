@@ -125,8 +125,30 @@ def _held(
         allocations.append(Allocation(GATHERED, count * sizes.gathered * compute, begin or places.leave, end))
     elif mode.is_sharded_anew:
         shard = -(-sizes.gathered // cluster.devices_per_node) * compute
-        allocations.append(Allocation(GATHERED, count * shard, places.leave.next(), again.next()))
+        if option.slices == 1:
+            allocations.append(Allocation(GATHERED, shard, places.leave.next(), again.next()))
+        else:
+            allocations += _shards_of_slices(count, shard, sizes, places, training)
     return allocations
+
+
+def _shards_of_slices(
+    count: int, shard: int, sizes: Sizes, places: Places, training: Training
+) -> list[Allocation]:
+    """What slices keep in the node: it gathers up while the operator runs, and goes slice by slice in backward.
+
+    There each slice leaves its gradient in place of its shard, so that most is held by the first slice or the last.
+    """
+    assert places.enter is not None
+    first, freed = places.first_gradient, places.freed
+    if first is None or freed is None:
+        return [Allocation(GATHERED, count * shard, places.enter, freed or places.finish)]
+    gradient = sizes.trained * training.precision.master_bytes if training.accumulation == 1 else 0
+    left = (count - 1) * max(0, shard - gradient)
+    return [
+        Allocation(GATHERED, count * shard, places.enter, first),
+        Allocation(GATHERED, left, first, freed),
+    ]
 
 
 def _gradient_on_its_way(

@@ -228,9 +228,10 @@ class SplitOperator(nn.Module):
             kwargs[_ANCHOR] = torch.zeros((), device=weight.device, requires_grad=True)
         features = sum(part.shape[self.weight_dim] for part in self._of_slices("weight"))
         joined: Tensor | None = None
-        start = 0
+        start, last = 0, self.slices[-1]
         for piece in self.slices:
-            output = piece(*args, **kwargs)
+            own, (args, kwargs) = ((args, kwargs),) * 2 if piece is last else _handed_on(args, kwargs)
+            output = piece(*own[0], **own[1])
             if joined is None:
                 joined = output.new_empty((*output.shape[:-1], features))
             joined = _Place.apply(joined, output, start)
@@ -378,6 +379,40 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         return gradient, gradient.narrow(-1, *ctx.columns), None
+
+
+class _HandOn(torch.autograd.Function):
+    """An input for a slice, and for those after it; its gradient is added up in place, slice by slice.
+
+    Where a tensor goes to several modules, autograd adds their gradients out of place once a function of Python's, such
+    as FSDP2's, has handed them on: a third tensor of the input's size. What comes from the slices after this one is
+    made by a matrix product and belongs to nobody else.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return given.view_as(given), given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, own: Tensor | None, rest: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        if own is None or rest is None:
+            return rest if own is None else own
+        return rest + own if torch.is_grad_enabled() else rest.add_(own)  # a gradient of it may be asked for
+
+
+def _handed_on(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """What one slice is called with, and what is left for those after it."""
+    pairs = [_pair(value) for value in args]
+    named = {key: _pair(value) for key, value in kwargs.items()}
+    own, rest = ((tuple(p[i] for p in pairs), {key: p[i] for key, p in named.items()}) for i in range(2))
+    return own, rest
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        return _HandOn.apply(value)
+    return value, value
 
 
 class _Reach(torch.autograd.Function):
