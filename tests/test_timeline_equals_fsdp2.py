@@ -395,6 +395,28 @@ def test_timeline_equals_fsdp2(case: Case) -> None:
     assert abs(timeline.peak_bytes - highest) <= SCALARS + peak
 
 
+SLICED = {"granularity": OPERATORS, "precision": "fp32"}
+SLICED_CASES = [
+    Case(model="gpt-untied", device="CPU", splits=((8, 8),), recompute=ALL, **SLICED),
+    Case((FREE_TO_NODE,), model="llama", device="CPU", splits=((8, 8),), **SLICED),
+    Case((FREE_TO_NODE,), model="gpt-untied", splits=((4, 4),), recompute=ALL, **SLICED),
+    Case((FREE_IN_NODE,), model="gpt-untied", splits=((4, 2),), recompute=ALL, accumulation=2, **SLICED),
+    Case((REPLICATE,), model="llama", splits=((4, 4),), accumulation=2, **SLICED),
+    Case((KEEP,), model="gpt2", device="CPU", splits=((4, 2),), **SLICED),
+]
+
+
+@pytest.mark.parametrize("case", SLICED_CASES, ids=str)
+def test_slices_need_no_more_than_is_predicted_and_little_less(case: Case) -> None:
+    layout, options = laid_out(case)
+    timeline = build_timeline(layout, options, BATCH, case.training, case.cluster)
+    expected, _ = predicted(timeline)
+    rows, _ = measured(case, plan_of(case, layout, options))
+    assert not [found for found in differences(rows, expected) if found.endswith("too little")]
+    highest = max(row.allocated for row in rows)
+    assert max(value for _, value in expected) <= 1.05 * highest
+
+
 @pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit", "adafactor"])
 def test_what_steps_by_chunks_needs_no_more_than_a_chunk(optimizer: str) -> None:
     """States are equal to the byte; for the chunk itself the largest parameter counts, of which a rank has a part."""

@@ -40,7 +40,7 @@ class Cluster:
 
     `memory_bytes` replaces the device's own memory when it is not None. `node_link.bytes_per_second` is per
     device and direction, `network.bytes_per_second` per node and direction. `overlap` is the part of the shorter of
-    compute and communication that overlaps the longer: 1 where they overlap fully, 0 where they run one after the other.
+    compute and communication that overlaps the longer: 1 where all of it does, 0 where they take turns.
     Host overhead is `unit_overhead_seconds` for a unit's forward, or its backward, and
     `collective_overhead_seconds` for one gather or reduction of a unit, `tensor_seconds` for every parameter in it and
     `copy_byte_seconds`, on top of the memory's rate, for every byte that is copied beside it.

@@ -114,6 +114,8 @@ def _held(
         allocations.append(Allocation(STATES, count * states, START, END))
         deferred = option.defers(mode) and training.accumulation > 1
         allocations += _gradients(count, sizes, option, places, training, cluster, deferred=deferred)
+        if option.slices > 1:
+            allocations += _all_reduced_slices(mode, count, sizes, option, places, training, cluster)
     if places.leave is None:
         return allocations
     again = places.enter_backward or places.freed
@@ -132,23 +134,34 @@ def _held(
     return allocations
 
 
-def _shards_of_slices(
-    count: int, shard: int, sizes: Sizes, places: Places, training: Training
+def _all_reduced_slices(
+    mode: ShardingMode,
+    count: int,
+    sizes: Sizes,
+    option: Option,
+    places: Places,
+    training: Training,
+    cluster: Cluster,
 ) -> list[Allocation]:
-    """What slices keep in the node: it gathers up while the operator runs, and goes slice by slice in backward.
+    """Buffers of slices' all-reduces, which FSDP2 holds through backward, where gradients are not what is in them."""
+    adds = training.accumulation > 1 and not option.reduce_once and not option.defers(mode)
+    casts = training.reduce_bytes != training.precision.master_bytes
+    if not _holds_all_reduce(mode, cluster) or not (adds or casts):
+        return []
+    begin = places.first_gradient or places.leave_backward
+    assert begin is not None
+    return [Allocation(BUFFERS, count * sizes.trained * training.reduce_bytes, begin, places.finish)]
 
-    There each slice leaves its gradient in place of its shard, so that most is held by the first slice or the last.
-    """
+
+def _shards_of_slices(count: int, shard: int, sizes: Sizes, places: Places, training: Training) -> list[Allocation]:
+    """What slices keep in the node: it gathers up while the operator runs, and goes slice by slice in backward."""
     assert places.enter is not None
-    first, freed = places.first_gradient, places.freed
-    if first is None or freed is None:
-        return [Allocation(GATHERED, count * shard, places.enter, freed or places.finish)]
-    gradient = sizes.trained * training.precision.master_bytes if training.accumulation == 1 else 0
-    left = (count - 1) * max(0, shard - gradient)
-    return [
-        Allocation(GATHERED, count * shard, places.enter, first),
-        Allocation(GATHERED, left, first, freed),
-    ]
+    if places.second is not None:  # it has gone when a second forward has gathered all of them
+        return [Allocation(GATHERED, count * shard, places.enter, places.second.next())]
+    if places.first_gradient is None:
+        return _given_way(count, shard, places.enter, sizes, places, training)
+    own = Allocation(GATHERED, shard, places.enter, places.first_gradient)  # of the slice that backward begins with
+    return [own, *_given_way(count - 1, shard, places.enter, sizes, places, training)]
 
 
 def _gradient_on_its_way(
@@ -337,7 +350,7 @@ def _gather(
     if column_bytes and issue is not None:
         allocations.append(Allocation(BUFFERS, column_bytes, issue, enter))
     if slices > 1:  # while a slice computes, the next one is gathered
-        allocations.append(Allocation(BUFFERS, output, enter.next(), leave))
+        allocations.append(Allocation(BUFFERS, output + column_bytes, enter.next(), leave))
     if sizes.moved:  # put in order through a temporary; see [Note: Shard dimension]
         allocations.append(Allocation(GATHERED, sizes.moved * compute, enter, enter.next() if slices == 1 else leave))
     return allocations
@@ -354,6 +367,8 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     if places.enter_backward is None:
         return _gathered_in_vain(option, sizes, places, training, cluster)
     allocations = [Allocation(GATHERED, copy, places.enter_backward, freed)]
+    if slices > 1 and places.second is not None:
+        allocations += _slices_of_a_second_forward(option, sizes, places, training)
     if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
         beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)
         allocations.append(Allocation(GATHERED, beyond_input, freed, freed.next()))
@@ -369,6 +384,37 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
             mode, slices, sizes, sent, column, places.issue_backward, places.enter_backward, ahead, training
         )
     return allocations
+
+
+def _slices_of_a_second_forward(option: Option, sizes: Sizes, places: Places, training: Training) -> list[Allocation]:
+    """FSDP2 does not free what a forward within backward has gathered: all slices are there until backward has passed.
+
+    That one is there at a time is counted elsewhere, and so are kept ones.
+    """
+    gathering = option.slices if training.precision.casts else option.sharded * option.mode.is_sharded
+    beyond = gathering - option.sharded * option.mode.is_kept - 1
+    if beyond < 1:
+        return []
+    begin = places.enter_backward
+    assert begin is not None
+    return _given_way(beyond, sizes.gathered * training.precision.compute_bytes, begin, sizes, places, training)
+
+
+def _given_way(
+    count: int, nbytes: int, begin: Position, sizes: Sizes, places: Places, training: Training
+) -> list[Allocation]:
+    """What `count` slices hold until backward, where each leaves its gradient in place of it.
+
+    So that most is held by the first slice or the last.
+    """
+    first = places.first_gradient
+    if first is None:
+        return [Allocation(GATHERED, count * nbytes, begin, places.freed)]
+    gradient = sizes.trained * training.precision.master_bytes if training.accumulation == 1 else 0
+    return [
+        Allocation(GATHERED, count * nbytes, begin, first),
+        Allocation(GATHERED, count * max(0, nbytes - gradient), first, places.freed),
+    ]
 
 
 def _gathered_in_vain(
@@ -422,6 +468,8 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         # The last micro-batch has the input and the result where the earlier ones have the unreduced gradients.
         gradient, waiting = sizes.trained * master, _unreduced_bytes(sizes, training)
         allocations.append(Allocation(BUFFERS, max(0, sent + gradient - max(waiting, gradient)), copied, freed))
+    if option.slices > 1 and under_way:  # the input of the slice before it
+        allocations.append(Allocation(BUFFERS, sent, entry, copied))
     if cluster.device.is_cpu:
         allocations.append(Allocation(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce
@@ -432,7 +480,7 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         elif mode.is_sharded:  # it is free again when the result is cast; a replica's is less than its input was
             room += sizes.trained if deferred else 0  # and so is what earlier micro-batches gave
             allocations.append(Allocation(BUFFERS, max(0, room * reduce - sizes.trained * master), begin, begin.next()))
-    lasting = _holds_all_reduce(mode, cluster)
+    lasting = _holds_all_reduce(mode, cluster) and option.slices == 1
     if reduce != master:
         allocations.append(Allocation(BUFFERS, result, leave.next(), places.finish if lasting else leave.next().next()))
     if training.accumulation > 1 and not deferred and not once and not option.offload:
@@ -450,7 +498,8 @@ def _added(
     master, mode = training.precision.master_bytes, option.mode
     makes_zeros = len(places.gradients) < len(sizes.gradients)  # they are views of the result, dropped in the end
     is_first = option.reduce_once or option.defers(mode)
-    lasting = _holds_all_reduce(mode, cluster) and training.reduce_bytes == master and not is_first
+    holds = _holds_all_reduce(mode, cluster) and option.slices == 1
+    lasting = holds and training.reduce_bytes == master and not is_first
     end = places.finish if makes_zeros or lasting else ended
     return Allocation(BUFFERS, sizes.trained * master, places.leave_backward.next(), end)
 
