@@ -179,6 +179,9 @@ def test_interleaved_stages_have_every_chunk_once_and_hold_what_their_schedule_h
         assert {each.plain.forward_delta.per_sample for each in stage.blocks} == {
             round(held * true.forward_delta.per_sample)
         }
+    assert (
+        stages[1].stages[-1].plain == graph.stages[-1].plain
+    )  # the head goes backward at once, micro-batch by micro-batch
 
 
 @pytest.mark.parametrize("pipeline", [2, 4, 8])

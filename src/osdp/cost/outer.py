@@ -16,7 +16,8 @@ a data-parallel group holds. Everything else is put into the problem, so that co
 - Interleaved: each rank has v chunks of the blocks, the model's parts s, s + p, s + 2p and so on. Ranks wait for
   (p - 1) / v micro-batches, rounded up to whole ones; m is a multiple of p. Before its first backward, stage s begins
   2 (p - s - 1) + (v - 1) p + 1 chunks of micro-batches, each of a v-th of its blocks; later it has no more. Every block
-  is taken to hold the average. Each chunk has messages of its own.
+  is taken to hold the average. What follows the blocks, a head and its loss, holds one micro-batch: the last chunk of
+  the last stage goes backward at once. Each chunk has messages of its own.
 - Experts over a dimension of their own: see [Note: Expert layout].
 - Ranks lie on nodes with tensor innermost, then data, then pipeline: tensor groups do not leave a node, and t of them
   share the node's network. The slowest device of all sets the pace, not the slowest of one group.
@@ -262,7 +263,8 @@ def stage_graph(
     ends: set[int] = set()  # of chunks: they may have messages
     for chunk in chunks:
         first = len(stages)
-        stages += [_held_often(each, held) for each in parts[chunk]]
+        ends_model = chunk == len(parts) - 1
+        stages += [_held_often(each, 1 if ends_model and not each.is_block else held) for each in parts[chunk]]
         last = len(stages) - 1
         ends |= {first, last}
         if sent is not None and chunk < len(parts) - 1:
