@@ -118,7 +118,7 @@ def test_sequence_parallelism_that_cannot_be_is_refused() -> None:
         model = GPT(GPTConfig(96, 16, (2,), (48,), head_width=16))
         divide(model, 3, by_tokens=True)
         model(torch.zeros(1, 16, dtype=torch.long))
-    with pytest.raises(UsageError, match="give tensor= too"):
+    with pytest.raises(UsageError, match="give --tensor too"):
         osdp.plan(source("gpt").build_on_meta(), source("gpt").inputs, "8xH100-80GB", sequence_parallel=True)
 
 

@@ -130,7 +130,7 @@ def plan(
         )
 
     if sequence_parallel and tensor == 1 and layout is None:
-        raise UsageError("sequence parallelism is that of tensor-parallel ranks; give tensor= too, or layout='auto'")
+        raise UsageError("sequence parallelism is that of tensor-parallel ranks; give --tensor too, or --layout auto")
 
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
         if ranks == 1:
