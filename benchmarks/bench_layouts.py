@@ -1,6 +1,7 @@
 """Prices layouts of a model as `osdp plan --layout auto` does, and prints each when it is known.
 
     python -m benchmarks.bench_layouts gpt3-175b 128x8xH100-80GB 2048 1x1 8x1 8x8
+    python -m benchmarks.bench_layouts --sequence-parallel gpt3-175b 128x8xH100-80GB 2048 8x8x3
     python -m benchmarks.bench_layouts mixtral-8x7b 4x8xH100-80GB 128 1x1 1x1x1x8
 
 A layout is tensor x pipeline, tensor x pipeline x chunks of each stage, or with ranks to the experts behind them;
@@ -26,12 +27,12 @@ from osdp.model.tensor_parallel import divide
 from osdp.report.layouts_page import layout_rows
 
 
-def asked_of(source: ModelSource, cluster: Cluster, global_batch: int) -> Asked:
+def asked_of(source: ModelSource, cluster: Cluster, global_batch: int, *, by_tokens: bool, compiled: bool) -> Asked:
     from osdp.model.capture import capture
 
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
         model = source.build_on_meta()
-        shared = divide(model, ranks) if ranks > 1 else ()
+        shared = divide(model, ranks, by_tokens=by_tokens) if ranks > 1 else ()
         return captured(model), shared
 
     def with_experts(ranks: int) -> tuple[ModelGraph, dict[str, int]]:
@@ -42,10 +43,10 @@ def asked_of(source: ModelSource, cluster: Cluster, global_batch: int) -> Asked:
 
     def captured(model: nn.Module) -> ModelGraph:
         given = {"loss": source.loss, "name": source.name, "seq_len": source.seq_len, "device": cluster.device}
-        return capture(model, source.inputs, compute_dtype="bf16", **given)
+        return capture(model, source.inputs, compute_dtype="bf16", compiled=compiled, **given)
 
     batching = Batching(None, None, global_batch)
-    training = Training.of("bf16", "adamw", None)
+    training = Training.of("bf16", "adamw", None, compiled=compiled)
     return Asked(divided, cluster, training, Rules(), batching, capture_experts=with_experts)
 
 
@@ -66,8 +67,10 @@ def line(tried: Tried, seconds: float) -> str:
 
 
 def main() -> None:
-    name, word, samples, *layouts = sys.argv[1:]
-    asked = asked_of(load_model(name), Cluster.parse(word), int(samples))
+    flags = {"--sequence-parallel": "by_tokens", "--compiled": "compiled"}
+    name, word, samples, *layouts = [each for each in sys.argv[1:] if each not in flags]
+    given = {key: flag in sys.argv for flag, key in flags.items()}
+    asked = asked_of(load_model(name), Cluster.parse(word), int(samples), **given)
     degrees = [tuple(map(int, each.split("x"))) for each in layouts]
     tried = []
     for each in degrees or [(t, p) for t in TENSOR_DEGREES for p in PIPELINE_DEGREES]:

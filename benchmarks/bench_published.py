@@ -4,7 +4,10 @@ Every row of a CSV is captured as the model that ran and priced with its devices
 accumulation. Tables: every run, medians by device, number of devices, model and length; whether the micro-batch is
 predicted to fit; cross-validation of the calibrated figures. Capturing takes about 3 minutes, cross-validation 1.
 
-    python benchmarks/bench_published.py [--csv FILE] [--fit] [--plots FOLDER] [--json]
+With `--others` runs are priced that nothing was fitted to: MPT runs of another part of the same table, and Llama models
+under FSDP and ZeRO from several sources.
+
+    python benchmarks/bench_published.py [--csv FILE] [--fit] [--plots FOLDER] [--json] [--others]
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from pathlib import Path
 
 from common import Row, deliver, met, parser
 from published.calibration import Case, cross_validate, fit
+from published.llamas import llama_rows, read_llamas
+from published.llamas import price as price_llama
 from published.plots import agreement, scaling
 from published.runs import HERE, Run, graph_of, layout_of, read_runs
 from published.tables import Priced, every_run, fitted_figures, folds, price, summaries, summary, weak_scaling
@@ -30,6 +35,9 @@ SCALED = (("mpt-7b", "a100_40gb"), ("mpt-350m", "a100_40gb"), ("mpt-13b", "h100_
 
 def main() -> None:
     arguments = _arguments()
+    if arguments.others:
+        deliver(_others(), as_json=arguments.json)
+        return
     runs = read_runs(arguments.csv)
     priced_runs = [run for run in runs if run.is_priced]
     cases = [Case(run, layout_of(run, graph_of(run))) for run in priced_runs]
@@ -52,9 +60,33 @@ def main() -> None:
         _draw(priced, cases, arguments.plots)
 
 
+def _others() -> dict[str, Sequence[Row]]:
+    """Runs that the catalogue was not calibrated on."""
+    runs = read_runs(HERE / "mpt-others.csv")
+    priced = [price(Case(run, layout_of(run, graph_of(run)))) for run in runs]
+    llamas = [price_llama(run) for run in read_llamas()]
+    sources = sorted({each.run.source for each in llamas})
+    fitting = 100 * sum(each.fits for each in priced) / len(priced)
+    errors = [each.error for each in priced]
+    return {
+        "Other MPT runs: tokens per second and device": every_run(priced),
+        "Other MPT runs: error of throughput": [
+            *summaries(priced, KEYS["device"]),
+            {**summary("all", errors), "fit %": round(fitting, 1)},
+        ],
+        "Llama models: tokens per second and device": llama_rows(llamas),
+        "Llama models: error of throughput": [
+            *(summary(name, [each.error for each in llamas if each.run.source == name]) for name in sources),
+            summary("all", [each.error for each in llamas]),
+            summary("all, with FlashAttention 2", [each.error_with_flash_2 for each in llamas]),
+        ],
+    }
+
+
 def _arguments() -> Namespace:
     made = parser(__doc__)
     made.add_argument("--csv", type=Path, default=HERE / "mpt-fsdp.csv", help="the runs (default: the MPT table)")
+    made.add_argument("--others", action="store_true", help="price runs that the catalogue was not calibrated on")
     made.add_argument("--fit", action="store_true", help="print the figures that these runs ask for")
     made.add_argument("--plots", type=Path, help="write plots as SVG into this folder")
     return made.parse_args()

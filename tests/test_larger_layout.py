@@ -20,8 +20,15 @@ from runs import Run, difference
 from small_models import source
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import osdp
 from osdp.cluster import Cluster
@@ -33,6 +40,7 @@ from osdp.sharding import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 STEPS, BATCH, LENGTH, MAX_NORM = 3, 8, 16, 0.05
 TOLERANCE = 1e-5
 MODES = (FREE, KEEP, REPLICATE)
+TP_PLAN, BY_HAND, BY_TOKENS = "by its tp_plan", "by hand", "by hand, with sequence parallelism"
 NODE_MODES = (KEEP_IN_NODE, FREE_IN_NODE, FREE)
 
 
@@ -42,7 +50,7 @@ class Case(NamedTuple):
     world: str
     modes: tuple[str, ...]
     engine: Engine
-    by_hand: bool
+    divided: str
 
 
 def batch(step: int, part: int = 0, parts: int = 1) -> Tensor:
@@ -74,14 +82,14 @@ def alone(steps: int = STEPS) -> Run:
     return Run(losses, norms, gradients, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, by_hand: bool = True) -> nn.Module:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, divided: str = BY_HAND) -> nn.Module:
     """As Hugging Face does it by its `tp_plan`, or by hand, the embedding too."""
-    if not by_hand:
+    if divided == TP_PLAN:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         apply_tensor_parallelism(model, mesh, model.tp_plan)
         return model
-    plan: dict[str, ColwiseParallel | RowwiseParallel] = {
+    plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
@@ -90,7 +98,33 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, by_hand: bool = True)
             plan[f"model.layers.{index}.{name}"] = ColwiseParallel()
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             plan[f"model.layers.{index}.{name}"] = RowwiseParallel()
-    return parallelize_module(model, mesh, plan)
+    return parallelize_module(model, mesh, plan | (by_tokens() if divided == BY_TOKENS else {}))
+
+
+def by_tokens() -> dict[str, ParallelStyle]:
+    """Norms and additions of a rank's tokens alone: these are scattered as the first block is entered."""
+    scattered, whole = Shard(1), Replicate()
+
+    def exchanged(before: Placement, after: Placement) -> ParallelStyle:
+        return PrepareModuleInput(input_layouts=(before,), desired_input_layouts=(after,), use_local_output=True)
+
+    plan: dict[str, ParallelStyle] = {
+        "model.layers.0": exchanged(whole, scattered),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=scattered, output_layouts=whole),
+    }
+    for index in range(3):
+        block = f"model.layers.{index}"
+        plan |= {f"{block}.{norm}": SequenceParallel() for norm in ("input_layernorm", "post_attention_layernorm")}
+        rows = "self_attn.o_proj", "mlp.down_proj"
+        plan |= {f"{block}.{name}": RowwiseParallel(output_layouts=scattered) for name in rows}
+        plan[f"{block}.self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": scattered},
+            desired_input_kwarg_layouts={"hidden_states": whole},
+            use_local_output=True,
+        )
+        plan[f"{block}.mlp"] = exchanged(scattered, whole)
+    return plan
 
 
 def plan_for(model: nn.Module, world: str, modes: tuple[str, ...]) -> Plan:
@@ -109,12 +143,12 @@ def plan_for(model: nn.Module, world: str, modes: tuple[str, ...]) -> Plan:
 
 def train(case: Case, folder: str) -> Run:
     """On a rank of dp × tp: steps with a checkpoint and a fresh start from it after the second."""
-    world, modes, engine, by_hand = case
+    world, modes, engine, divided = case
     parts = Cluster.parse(f"{world}xCPU").world_size
     mesh = init_device_mesh("cpu", (parts, 4 // parts), mesh_dim_names=("dp", "tp"))
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = tensor_parallel(built(), mesh["tp"], by_hand=by_hand)
+        model = tensor_parallel(built(), mesh["tp"], divided=divided)
         osdp.parallelize(model, plan_for(model, world, modes), mesh=mesh["dp"], engine=engine)
         return model, optimizer_of(model)
 
@@ -139,11 +173,12 @@ def train(case: Case, folder: str) -> Run:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("2", MODES, STOCK, by_hand=True),
-        Case("2", MODES, ASYNC_GLOO, by_hand=False),
-        Case("2x2", NODE_MODES, STOCK, by_hand=True),
+        Case("2", MODES, STOCK, BY_HAND),
+        Case("2", MODES, ASYNC_GLOO, TP_PLAN),
+        Case("2x2", NODE_MODES, STOCK, BY_HAND),
+        Case("2", MODES, STOCK, BY_TOKENS),
     ],
-    ids=["stock", "async-by-tp-plan", "nodes"],
+    ids=["stock", "async-by-tp-plan", "nodes", "by-tokens"],
 )
 def test_tensor_parallel_ranks_train_as_one_process(case: Case, tmp_path: Path) -> None:
     truth = alone()

@@ -2,6 +2,8 @@
 
 - A tensor-parallel rank holds what DTensor gives it; two all-reduces a block in forward, two in backward, and forward's
   again, but for the block's last, where it is recomputed; each takes the seconds of its collective.
+- With sequence parallelism it gathers and scatters tokens instead, as many bytes with twice the latencies, and saves
+  its part of what it did save whole between shared operators.
 - The stages of a pipeline have every operator once, hold the activations of as many micro-batches as are in flight, and
   a step of m micro-batches takes the time of m + p - 1.
 - A plan file says its layout; what cannot run it refuses it with a sentence; degrees that do not divide are refused.
@@ -16,9 +18,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from small_models import source
 from torch import nn
 
+import osdp
 from osdp.batching import Batching
 from osdp.cluster import Cluster
 from osdp.cost.outer import Clock, in_flight, local_cluster, stage_graph, waiting_seconds, with_tensor_collectives
@@ -27,6 +31,7 @@ from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.layouts import Asked, plan_inside, plan_layouts
 from osdp.model.capture import capture
+from osdp.model.gpt import GPT, GPTConfig
 from osdp.model.graph import ModelGraph, Segment, TensorOperator
 from osdp.model.kernels import KernelKind
 from osdp.model.tensor_parallel import divide
@@ -41,9 +46,9 @@ TRAINING = Training.of("bf16", "adamw", None)
 
 
 @cache
-def divided(name: str, ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
+def divided(name: str, ranks: int, *, by_tokens: bool = False) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
     model = source(name).build_on_meta()
-    shared = divide(model, ranks) if ranks > 1 else ()
+    shared = divide(model, ranks, by_tokens=by_tokens) if ranks > 1 else ()
     found = source(name)
     device = CLUSTER.device
     return capture(model, found.inputs, loss=found.loss, name=name, seq_len=found.seq_len, device=device), shared
@@ -80,6 +85,41 @@ def test_a_tensor_parallel_rank_holds_its_part_and_waits_for_the_others() -> Non
         true = group.collective_seconds("all_reduce", "node", hidden.at(batch))
         assert clock.seconds(clock.all_reduce(2)(hidden), batch) == pytest.approx(true, rel=1e-3)
     assert waiting_seconds(graph, clock, 1) > 12 * group.collective_seconds("all_reduce", "node", hidden.at(1)) * 0.999
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_with_sequence_parallelism_tokens_are_gathered_and_scattered(name: str) -> None:
+    local, _ = divided(name, 2)
+    ours, shared = divided(name, 2, by_tokens=True)
+    assert {n: p.shape for n, p in ours.parameters.items()} == {n: p.shape for n, p in local.parameters.items()}
+    clock = Clock(CLUSTER, local_cluster(CLUSTER, 2, 1))
+    graph = with_tensor_collectives(ours, shared, 2, clock)
+    whole = 16 * 32 * 2  # bytes of a sample's activation: tokens, width, bf16
+    group = replace(CLUSTER, nodes=1, devices_per_node=2)
+    one = group.collective_seconds("all_gather", "node", 3 * whole)
+    assert one == group.collective_seconds("reduce_scatter", "node", 3 * whole)
+    for stage, before in zip(graph.blocks, local.blocks, strict=True):
+        assert stage.recomputed is not None and before.recomputed is not None
+        assert [waits(stage.plain.forward), waits(stage.plain.backward)] == [4, 4]
+        assert waits(stage.recomputed.backward) == 4 + 3  # the second forward ends before the last product's scatter
+        block = replace(graph, stages=(stage,))
+        assert waiting_seconds(block, clock, 3) == pytest.approx(8 * one, rel=1e-3)
+        assert stage.plain.forward_delta.per_sample < before.plain.forward_delta.per_sample
+    second = graph.blocks[1].recomputed
+    assert (
+        second is not None and second.forward_delta.per_sample == whole // 2
+    )  # its input: what it hands on is as large
+    norm = next(name for name in ours.operators if name.endswith(("norm1", "input_layernorm")))
+    assert ours.operators[norm].output_bytes.per_sample == whole // 2
+
+
+def test_sequence_parallelism_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="16 tokens do not divide over 3 tensor-parallel ranks"):
+        model = GPT(GPTConfig(96, 16, (2,), (48,), head_width=16))
+        divide(model, 3, by_tokens=True)
+        model(torch.zeros(1, 16, dtype=torch.long))
+    with pytest.raises(UsageError, match="give --tensor too"):
+        osdp.plan(source("gpt").build_on_meta(), source("gpt").inputs, "8xH100-80GB", sequence_parallel=True)
 
 
 def test_a_tied_vocabulary_is_divided_once() -> None:
@@ -139,6 +179,9 @@ def test_interleaved_stages_have_every_chunk_once_and_hold_what_their_schedule_h
         assert {each.plain.forward_delta.per_sample for each in stage.blocks} == {
             round(held * true.forward_delta.per_sample)
         }
+    assert (
+        stages[1].stages[-1].plain == graph.stages[-1].plain
+    )  # the head goes backward at once, micro-batch by micro-batch
 
 
 @pytest.mark.parametrize("pipeline", [2, 4, 8])

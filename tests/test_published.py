@@ -1,14 +1,14 @@
 """Published runs on accelerators are predicted: throughput within 20 %, weak scaling falls, the micro-batch fits.
 
 The table of all runs is benchmarks/bench_published.py; here are runs of every device, of 8 to 512 of them, and of short
-and long sequences, and what the comparison stands on: the models that ran have the published numbers of parameters, the
+and long sequences, and what the comparison stands on: runs that are called others were not calibrated on, the models
+that ran have the published numbers of parameters, links and rates that a source states replace the catalogue's, the
 fused loss is the cross entropy, and a figure fitted on made-up runs is found again.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.published.calibration import FIGURES, Case, catalogue_figures, cluster_with, cross_validate, fit
+from benchmarks.published.llamas import read_llamas
 from benchmarks.published.runs import (
+    HERE,
     FusedCrossEntropy,
     Run,
     graph_of,
@@ -26,8 +28,10 @@ from benchmarks.published.runs import (
     step_of,
 )
 from benchmarks.published.tables import price, summary, weak_scaling
+from osdp.cluster import Cluster
 
-RUNS = read_runs(Path(__file__).parents[1] / "benchmarks" / "published" / "mpt-fsdp.csv")
+RUNS = read_runs(HERE / "mpt-fsdp.csv")
+OTHERS = read_runs(HERE / "mpt-others.csv")
 CHOSEN = [  # model, tokens, devices, device, recomputed
     ("mpt-125m", 2048, 128, "a100_40gb", False),
     ("mpt-760m", 8192, 8, "a100_80gb", False),
@@ -52,6 +56,25 @@ def test_a_published_run_is_predicted(key: tuple[str, int, int, str, bool]) -> N
     found = price(case)
     assert abs(found.error) < 0.2, found
     assert found.fits
+
+
+def test_a_run_that_nothing_was_fitted_to_is_predicted() -> None:
+    def setting(run: Run) -> Run:
+        return replace(run, tokens_per_second_per_gpu=0.0, precision="", accumulation=0)
+
+    assert not {setting(run) for run in RUNS} & {setting(run) for run in OTHERS}
+    run = next(r for r in OTHERS if (r.model, r.seq_len, r.gpus, r.gpu) == ("mpt-1b", 16384, 8, "h100_80gb"))
+    found = price(Case(run, layout_of(run, graph_of(run))))
+    assert abs(found.error) < 0.05, found
+
+
+def test_what_a_source_states_replaces_the_catalogue() -> None:
+    by_source = {run.source: run.cluster for run in read_llamas()}
+    a100 = Cluster.parse("16x8xA100-80GB")
+    assert by_source["fms-fsdp"].network.bytes_per_second == a100.network.bytes_per_second / 4  # 400 of 1,600 Gbit/s
+    assert by_source["a800-zero"].node_link.bytes_per_second == pytest.approx(a100.node_link.bytes_per_second * 2 / 3)
+    assert by_source["torchtitan-202412"].device.memory_bytes_per_second == 2.4e12
+    assert by_source["vectorlm"] == Cluster.parse("4xA100-80GB")
 
 
 def test_weak_scaling_falls_as_published() -> None:

@@ -56,6 +56,7 @@ def plan(
     stage: int | None = None,
     interleave: int = 1,
     expert: int = 1,
+    sequence_parallel: bool = False,
     layout: str | None = None,
     on_layout: Callable[[Tried], None] | None = None,
 ) -> Plan:
@@ -76,7 +77,8 @@ def plan(
     With `tensor` ranks to every operator and `pipeline` stages, the plan is for the data-parallel dimension that is
     left of the cluster, of the `stage` that is asked for, or of the slowest; with `interleave` each stage has so many
     chunks of the blocks, which take turns. With `expert` ranks to the experts, each of the data-parallel ranks has some
-    of them. See [Note: Outer layout] and [Note: Expert layout] in osdp.cost.outer.
+    of them. With `sequence_parallel` each tensor-parallel rank has a part of the tokens between the operators that they
+    share. See [Note: Outer layout] and [Note: Expert layout] in osdp.cost.outer.
     With `layout="auto"` the degrees are chosen; `on_layout` is told of each that was tried.
     """
     asked: dict[str, Any] = dict(locals())
@@ -127,13 +129,16 @@ def plan(
             " not go together; give degrees of at least 1, or layout 'auto' alone"
         )
 
+    if sequence_parallel and tensor == 1 and layout is None:
+        raise UsageError("sequence parallelism is that of tensor-parallel ranks; give --tensor too, or --layout auto")
+
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
         if ranks == 1:
             return traced(model), ()
         from osdp.model.tensor_parallel import divide, on_meta
 
         local = on_meta(model)
-        shared = divide(local, ranks)
+        shared = divide(local, ranks, by_tokens=sequence_parallel)
         return traced(local), shared
 
     def with_experts(ranks: int) -> tuple[ModelGraph, Mapping[str, int]]:

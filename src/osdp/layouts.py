@@ -170,7 +170,7 @@ def _stage_plan(asked: Asked, local: Cluster, layout: OuterLayout, batching: Bat
     plan = plan_graph(
         graph, local, asked.training, rules, progress=asked.progress, search_seconds=asked.seconds, join=False, **given
     )
-    layout = replace(layout, whole=asked.cluster.word)
+    layout = replace(layout, whole=asked.cluster.word, sequence_parallel=any(each.by_tokens for each in shared))
     return _of_whole(plan, layout, micro_batches, waiting_seconds(graph, clock, plan.batch_size))
 
 

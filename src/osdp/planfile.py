@@ -123,7 +123,8 @@ class OuterLayout:
     experts. The plan's cluster has the ranks of the data-parallel dimension, those of experts among them, `whole` is
     the word of all; its micro-batches are those of the pipeline. `tensor_seconds` of the step are the tensor
     dimension's collectives, the all-to-alls of experts and the messages between stages, `bubble_seconds` the pipeline's
-    wait for its first and last micro-batches.
+    wait for its first and last micro-batches. With `sequence_parallel` each tensor-parallel rank has a part of the
+    tokens outside of the operators that they share.
     """
 
     tensor: Degree = 1
@@ -134,6 +135,7 @@ class OuterLayout:
     bubble_seconds: NotNegative = 0.0
     interleave: Degree = 1
     expert: Degree = 1
+    sequence_parallel: bool = False
 
     @property
     def is_larger(self) -> bool:
@@ -142,7 +144,8 @@ class OuterLayout:
     def __str__(self) -> str:
         chunks = f" in {self.interleave} chunks" if self.interleave > 1 else ""
         experts = f", experts over {self.expert}" if self.expert > 1 else ""
-        return f"tensor {self.tensor} × pipeline {self.pipeline}{chunks}{experts}"
+        tokens = " by tokens" if self.sequence_parallel else ""
+        return f"tensor {self.tensor}{tokens} × pipeline {self.pipeline}{chunks}{experts}"
 
 
 NO_LAYOUT = OuterLayout()

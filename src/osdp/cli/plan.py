@@ -112,6 +112,11 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         help="ranks that share the experts, each with samples of its own (default: %(default)s)",
     )
     group.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="each tensor-parallel rank has a part of the tokens between the operators that they share",
+    )
+    group.add_argument(
         "--layout", choices=("auto",), help="try all degrees of --tensor and --pipeline, and take the fastest"
     )
 
@@ -307,6 +312,7 @@ def _plan(arguments: argparse.Namespace, source: ModelSource, pins: dict[str, st
             stage=arguments.stage,
             interleave=arguments.interleave,
             expert=arguments.expert,
+            sequence_parallel=arguments.sequence_parallel,
             layout=arguments.layout,
             on_layout=arguments.tried.append,
         )

@@ -6,7 +6,9 @@ a data-parallel group holds. Everything else is put into the problem, so that co
 
 - Tensor: capture has local shapes; the collectives that the ranks of an operator wait for become kernels of their
   seconds on the compute stream: an all-reduce after every operator that is divided by rows, in forward and again where
-  a block is recomputed; in backward one for the input of each group of operators divided by columns.
+  a block is recomputed; in backward one for the input of each group of operators divided by columns. With sequence
+  parallelism a group's input is gathered and the output of an operator divided by rows is scattered, and the other way
+  round in backward: as many bytes, with twice the latencies.
 - Pipeline (1F1B): stage s computes its own blocks, holds the saved activations of p - s micro-batches (at most all),
   and sends a hidden state forth and a gradient back. The first and last p - 1 micro-batches find some stages idle: a
   step of m micro-batches takes the time of m + p - 1, so that the local problem accumulates so many, and the rates it
@@ -14,7 +16,8 @@ a data-parallel group holds. Everything else is put into the problem, so that co
 - Interleaved: each rank has v chunks of the blocks, the model's parts s, s + p, s + 2p and so on. Ranks wait for
   (p - 1) / v micro-batches, rounded up to whole ones; m is a multiple of p. Before its first backward, stage s begins
   2 (p - s - 1) + (v - 1) p + 1 chunks of micro-batches, each of a v-th of its blocks; later it has no more. Every block
-  is taken to hold the average. Each chunk has messages of its own.
+  is taken to hold the average. What follows the blocks, a head and its loss, holds one micro-batch: the last chunk of
+  the last stage goes backward at once. Each chunk has messages of its own.
 - Experts over a dimension of their own: see [Note: Expert layout].
 - Ranks lie on nodes with tensor innermost, then data, then pipeline: tensor groups do not leave a node, and t of them
   share the node's network. The slowest device of all sets the pace, not the slowest of one group.
@@ -33,13 +36,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from osdp.cluster import Cluster
 from osdp.cluster.slowest import expected_largest
 from osdp.errors import UsageError
-from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Segment, Stage, TensorOperator, Trace
+from osdp.model.graph import (
+    ZERO,
+    Affine,
+    Mark,
+    ModelGraph,
+    Operator,
+    Parameter,
+    Segment,
+    Stage,
+    TensorOperator,
+    Trace,
+    column_groups,
+)
 from osdp.model.kernels import KernelKind
 
 REFERENCE_BATCH = 4  # a collective's seconds grow in a straight line through those of one sample and of these
@@ -114,31 +130,43 @@ def with_tensor_collectives(
 ) -> ModelGraph:
     """The graph with the tensor dimension's collectives as kernels; operators that are shared are not split."""
     by_name = {each.name: each for each in shared}
-    all_reduce, gather = clock.all_reduce(ranks), clock.all_reduce(ranks, "all_gather")
     stages = []
     for stage in graph.stages:
         own = [by_name[name] for name in stage.operators if name in by_name]
-        outputs: dict[str, Affine] = {}
-        for each in own:
-            size = graph.operators[each.name].output_bytes
-            if each.adds_outputs:
-                outputs[each.name] = all_reduce(size)
-            elif each.gathers_outputs:
-                outputs[each.name] = gather(_times(size, ranks))
-        inputs = {
-            group[0]: all_reduce(_times(graph.operators[group[0]].output_bytes, by_name[group[0]].input_share))
-            for group in _column_groups(own)
-        }
-        traces = [
-            _with_waits(trace, outputs, inputs) if trace else None
-            for trace in (stage.plain, stage.recomputed, stage.selective)
-        ]
-        assert traces[0] is not None
-        stages.append(replace(stage, plain=traces[0], recomputed=traces[1], selective=traces[2]))
+        forward, backward = _tensor_waits(graph, own, stage.is_block, ranks, clock)
+        stages.append(_in_every_trace(stage, partial(_with_waits, forward=forward, backward=backward)))
     operators = {
         name: replace(each, split_dim=-1) if name in by_name else each for name, each in graph.operators.items()
     }
     return replace(graph, stages=tuple(stages), operators=operators)
+
+
+def _tensor_waits(
+    graph: ModelGraph, own: Sequence[TensorOperator], is_block: bool, ranks: int, clock: Clock
+) -> tuple[dict[str, Affine], dict[str, Affine]]:
+    """What ranks wait for when these operators are left, in forward (and again in a second one) and in backward."""
+    all_reduce, gather, scatter = (
+        clock.all_reduce(ranks, kind) for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    )
+    forward: dict[str, Affine] = {}
+    backward: dict[str, Affine] = {}
+    for each in own:
+        size = graph.operators[each.name].output_bytes
+        if each.gathers_outputs:
+            forward[each.name] = gather(_times(size, ranks))
+        elif each.adds_outputs and each.by_tokens and is_block:
+            forward[each.name], backward[each.name] = scatter(size), gather(size)
+        elif each.adds_outputs:
+            forward[each.name] = all_reduce(size)
+    by_name = {each.name: each for each in own}
+    for first, *_ in column_groups(own):
+        size = _times(graph.operators[first].output_bytes, by_name[first].input_share)
+        if by_name[first].by_tokens:
+            forward[first] = forward.get(first, ZERO) + gather(size)
+            backward[first] = scatter(size)
+        else:
+            backward[first] = all_reduce(size)
+    return forward, backward
 
 
 def with_expert_collectives(graph: ModelGraph, chosen: Mapping[str, int], ranks: int, clock: Clock) -> ModelGraph:
@@ -167,29 +195,16 @@ def _with_exchanges(trace: Trace, both: Mapping[str, Affine]) -> Trace:
     return Trace(segments(trace.forward), segments(trace.backward))
 
 
-def _column_groups(own: Sequence[TensorOperator]) -> list[list[str]]:
-    """Operators divided by columns up to the next one divided by rows: they share an input, whose gradient is added up.
+def _with_waits(trace: Trace, forward: Mapping[str, Affine], backward: Mapping[str, Affine]) -> Trace:
+    """Kernels at the marks at which an operator is left; a second forward waits as the first one did."""
 
-    So run frameworks that gather the input once; where each operator gathers its own, as DTensor's styles do by
-    default, there is an all-reduce for each.
-    """
-    groups: list[list[str]] = [[]]
-    for each in own:
-        if each.adds_outputs or each.gathers_outputs:
-            groups.append([])
-        if not each.adds_outputs:
-            groups[-1].append(each.name)
-    return [group for group in groups if group]
+    def segments(found: Iterable[Segment], waits: Mapping[str, Affine]) -> tuple[Segment, ...]:
+        return tuple(
+            _also(s, (forward if s.mark.recomputed else waits).get(s.mark.name)) if _is_left(s.mark) else s
+            for s in found
+        )
 
-
-def _with_waits(trace: Trace, outputs: Mapping[str, Affine], inputs: Mapping[str, Affine]) -> Trace:
-    """Kernels at the marks at which an operator is left: in forward by its name, in backward its inputs' as well."""
-    forward = [_also(s, outputs.get(s.mark.name)) if _is_left(s.mark) else s for s in trace.forward]
-    backward = [
-        _also(s, (outputs if s.mark.recomputed else inputs).get(s.mark.name)) if _is_left(s.mark) else s
-        for s in trace.backward
-    ]
-    return Trace(tuple(forward), tuple(backward))
+    return Trace(segments(trace.forward, forward), segments(trace.backward, backward))
 
 
 def _is_left(mark: Mark) -> bool:
@@ -248,7 +263,8 @@ def stage_graph(
     ends: set[int] = set()  # of chunks: they may have messages
     for chunk in chunks:
         first = len(stages)
-        stages += [_held_often(each, held) for each in parts[chunk]]
+        ends_model = chunk == len(parts) - 1
+        stages += [_held_often(each, 1 if ends_model and not each.is_block else held) for each in parts[chunk]]
         last = len(stages) - 1
         ends |= {first, last}
         if sent is not None and chunk < len(parts) - 1:

@@ -53,11 +53,10 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
 
     def attend(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.qkv(x).view(batch, length, 3, -1, self.head_width)
+        heads = self.qkv(x).unflatten(-1, (3, -1, self.head_width))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return self.proj(out.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))

@@ -22,7 +22,7 @@ kernel, and a third one checks them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,13 +100,30 @@ class Operator:
 class TensorOperator:
     """An operator that tensor-parallel ranks share: who waits for its output, or for its input's gradient.
 
-    `input_share` is its input's size as a part of its output's.
+    `input_share` is its input's size as a part of its output's. With `by_tokens` ranks have a part of the tokens each
+    outside of such operators; see [Note: Sequence parallel] in osdp.model.sequence_parallel.
     """
 
     name: str
     adds_outputs: bool
     gathers_outputs: bool
     input_share: float
+    by_tokens: bool = False
+
+
+def column_groups(shared: Sequence[TensorOperator]) -> list[list[str]]:
+    """Operators divided by columns up to the next one divided by rows: they share an input, whose gradient is added up.
+
+    So run frameworks that gather the input once; where each operator gathers its own, as DTensor's styles do by
+    default, there is an all-reduce for each.
+    """
+    groups: list[list[str]] = [[]]
+    for each in shared:
+        if each.adds_outputs or each.gathers_outputs:
+            groups.append([])
+        if not each.adds_outputs:
+            groups[-1].append(each.name)
+    return [group for group in groups if group]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from osdp.errors import UsageError
 from osdp.model.gpt import GPT
 from osdp.model.graph import TensorOperator
+from osdp.model.sequence_parallel import divide_tokens
 
 COLUMNS, ROWS, GATHERED, VOCABULARY = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
 _GPT_PLAN = {
@@ -44,8 +45,11 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, kept)
 
 
-def divide(model: nn.Module, ranks: int) -> tuple[TensorOperator, ...]:
-    """Gives a model on the meta device the local shapes of one of `ranks`, in place; see [Note: Tensor parallel]."""
+def divide(model: nn.Module, ranks: int, *, by_tokens: bool = False) -> tuple[TensorOperator, ...]:
+    """Gives a model on the meta device the local shapes of one of `ranks`, in place; see [Note: Tensor parallel].
+
+    With `by_tokens` it has a part of the tokens between divided operators too.
+    """
     styles = _styles(model)
     names = {name: style for name, _ in model.named_modules() if (style := _style_of(name, styles)) is not None}
     unknown = sorted({style for style in names.values() if style not in (COLUMNS, ROWS, GATHERED, VOCABULARY)})
@@ -57,7 +61,11 @@ def divide(model: nn.Module, ranks: int) -> tuple[TensorOperator, ...]:
         )
     _check_heads(model, ranks)
     tied = _tied_weights(model, names)
-    return tuple(_divided(name, model.get_submodule(name), style, ranks, tied) for name, style in names.items())
+    shared = tuple(_divided(name, model.get_submodule(name), style, ranks, tied) for name, style in names.items())
+    if by_tokens:
+        shared = tuple(replace(each, by_tokens=True) for each in shared)
+        divide_tokens(model, shared, ranks)
+    return shared
 
 
 def _styles(model: nn.Module) -> Mapping[str, str]:

@@ -1,0 +1,173 @@
+"""Published runs of Llama models on accelerators: rows of a CSV, captured as they ran and priced by the catalogue.
+
+Nothing of the catalogue is fitted to them. `selective` is osdp's, which saves every product, where torchtitan's and
+IBM's save some of them. ZeRO-3 is priced as `free`, HSDP as `free_in_node`. The catalogue's attention is that of 2023;
+these runs are younger, so that each is priced with FlashAttention 2 too.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from osdp.cluster import Cluster, device
+from osdp.cost.graph import StepGraph, step_graph
+from osdp.cost.layout import Layout, Variants
+from osdp.cost.training import Training
+from osdp.cost.units import Option
+from osdp.model.capture import capture
+from osdp.model.graph import ModelGraph
+from osdp.model.source import load_model
+from osdp.recompute import Recompute
+from osdp.sharding import ShardingMode
+
+from .runs import HERE
+
+FILE = HERE / "llama-fsdp.csv"
+GIB = 1 << 30
+FLASH_2 = {"A100-80GB": 0.58, "H100-80GB": 0.34, "H200": 0.34}  # of the peak: 50 to 73 %; 335 of 989 TFLOPS (its paper)
+SHAPE = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
+
+
+@dataclass(frozen=True)
+class LlamaRun:
+    """One published run; figures that its source does not give are the catalogue's."""
+
+    source: str
+    model: str
+    shape: tuple[int, ...]
+    seq_len: int
+    cluster: Cluster
+    batch: int
+    training: Training
+    mode: ShardingMode
+    recompute: Recompute
+    tokens_per_second_per_gpu: float
+    peak_gib: float | None
+
+
+def read_llamas(path: Path = FILE) -> list[LlamaRun]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_run(row) for row in csv.DictReader(file)]
+
+
+def _run(row: dict[str, str]) -> LlamaRun:
+    training = Training.of(row["precision"], "adamw-fused", accumulation=int(row["accumulation"]))
+    return LlamaRun(
+        source=row["source"],
+        model=row["model"],
+        shape=tuple(int(row[key]) for key in SHAPE),
+        seq_len=int(row["seq_len"]),
+        cluster=_cluster(row),
+        batch=int(row["batch"]),
+        training=replace(training, compiled=row["compiled"] == "yes"),
+        mode=ShardingMode(row["mode"]),
+        recompute=Recompute(row["recompute"]),
+        tokens_per_second_per_gpu=float(row["tokens_per_second_per_gpu"]),
+        peak_gib=float(row["peak_gib"]) if row["peak_gib"] else None,
+    )
+
+
+def _cluster(row: dict[str, str]) -> Cluster:
+    """The catalogue's device, with the rates that the source states in place of a data sheet's."""
+    chosen = device(row["device"])
+    if row["memory_tbytes"]:
+        chosen = replace(chosen, memory_bytes_per_second=float(row["memory_tbytes"]) * 1e12)
+    if row["node_gbytes"]:
+        usual = 300e9  # NVLink 3, which the device is sold with
+        rate = chosen.node_link.bytes_per_second * float(row["node_gbytes"]) * 1e9 / usual
+        chosen = replace(chosen, node_link=replace(chosen.node_link, bytes_per_second=rate))
+    made = Cluster.of(chosen, nodes=int(row["nodes"]), devices_per_node=int(row["devices_per_node"]))
+    return made.with_network(float(row["network_gbit"]) * 1e9 / 8) if row["network_gbit"] else made
+
+
+@cache
+def _graph(shape: tuple[int, ...], seq_len: int, compiled: bool) -> ModelGraph:
+    layers, width, ffn, heads, kv_heads, vocab = shape
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": seq_len,
+        "attn_implementation": "sdpa",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        source = load_model(str(path), seq_len=seq_len)
+    given = {"loss": source.loss, "seq_len": seq_len, "name": "llama", "device": device("A100-80GB")}
+    return capture(source.build_on_meta(), source.inputs, compute_dtype="bf16", compiled=compiled, **given)
+
+
+def layout_of(run: LlamaRun) -> Layout:
+    """Every block whole, and recomputed as it was."""
+    variants = Variants(_graph(run.shape, run.seq_len, run.training.compiled))
+    wanted = [replace(plain, recompute=run.recompute) for plain in variants.plainest()]
+    chosen = [
+        again if again in variants.of(index) else plain
+        for index, (plain, again) in enumerate(zip(variants.plainest(), wanted, strict=True))
+    ]
+    return variants.layout(chosen)
+
+
+class PricedLlama(NamedTuple):
+    run: LlamaRun
+    tokens_per_second_per_gpu: float
+    with_flash_2: float
+    peak_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Of the throughput: above 0 it was predicted too high."""
+        return self.tokens_per_second_per_gpu / self.run.tokens_per_second_per_gpu - 1
+
+    @property
+    def error_with_flash_2(self) -> float:
+        return self.with_flash_2 / self.run.tokens_per_second_per_gpu - 1
+
+
+def step_of(run: LlamaRun, layout: Layout, cluster: Cluster | None = None) -> StepGraph:
+    options = [Option(run.mode)] * len(layout.units)
+    return step_graph(layout, options, run.batch, run.training, cluster or run.cluster)
+
+
+def price(run: LlamaRun) -> PricedLlama:
+    layout = layout_of(run)
+    step, own = step_of(run, layout), run.cluster.device
+    faster = replace(run.cluster, device=replace(own, attention_efficiency=FLASH_2[own.name]))
+    tokens = run.batch * run.training.accumulation * run.seq_len
+    with_flash_2 = tokens / step_of(run, layout, faster).seconds
+    return PricedLlama(run, tokens / step.seconds, with_flash_2, step.timeline().peak_bytes)
+
+
+def llama_rows(priced: Sequence[PricedLlama]) -> list[dict[str, Any]]:
+    return [
+        {
+            "source": each.run.source,
+            "model": each.run.model,
+            "tokens": each.run.seq_len,
+            "devices": each.run.cluster.word,
+            "batch": f"{each.run.batch}x{each.run.training.accumulation}",
+            "mode": each.run.mode,
+            "recompute": each.run.recompute,
+            "compiled": each.run.training.compiled,
+            "published": round(each.run.tokens_per_second_per_gpu),
+            "predicted": round(each.tokens_per_second_per_gpu),
+            "error %": round(100 * each.error, 1),
+            "FlashAttention 2 %": round(100 * each.error_with_flash_2, 1),
+            "peak GiB": each.run.peak_gib,
+            "predicted GiB": round(each.peak_bytes / GIB, 1),
+        }
+        for each in priced
+    ]
