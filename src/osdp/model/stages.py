@@ -140,14 +140,17 @@ def cut_stages(trace: GrowingTrace, blocks: Sequence[str], operators: set[str]) 
 def _without_empty_ends(
     marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], operators: set[str]
 ) -> list[tuple[str | None, int, int]]:
-    """A stage outside blocks needs an operator: without one it joins the block beside it."""
+    """A stage outside blocks needs an operator: without one it joins the block beside it.
+
+    The last one has the model itself, where that is an operator: it is left there, and reached there in backward.
+    """
 
     def idle(stage: tuple[str | None, int, int]) -> bool:
         return stage[0] is None and not any(
             m.kind == "enter" and m.name in operators for m in marks[stage[1] : stage[2]]
         )
 
-    if len(forward) > 1 and idle(forward[-1]):
+    if len(forward) > 1 and idle(forward[-1]) and "" not in operators:
         _, _, stop = forward.pop()
         name, start, _ = forward.pop()
         forward.append((name, start, stop))
