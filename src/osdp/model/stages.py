@@ -251,6 +251,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
+                products=_worked(trace, first_kernel, last_kernel, base, attention=False, by=0),
                 worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
                 attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
                 depths=upper_lines(trace.depths[first_kernel:last_kernel]),
@@ -259,11 +260,13 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
     return tuple(segments)
 
 
-def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray, *, attention: bool) -> tuple[Affine, ...]:
-    """The levels of products, or of attention, with their working space; see [Note: Workspaces] in kernels.py."""
+def _worked(
+    trace: GrowingTrace, first: int, last: int, base: IntArray, *, attention: bool, by: int = 1
+) -> tuple[Affine, ...]:
+    """The levels of products, or of attention, with `by` times their working space; see [Note: Workspaces]."""
     workspaces = trace.workspaces[first:last]
     taken = workspaces.any(axis=1) & ((trace.kinds[first:last] != KernelKind.MATMUL) == attention)
-    return upper_lines(trace.live[first:last][taken] + workspaces[taken] - base) if taken.any() else ()
+    return upper_lines(trace.live[first:last][taken] + by * workspaces[taken] - base) if taken.any() else ()
 
 
 def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
