@@ -27,6 +27,7 @@ from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stag
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
 from osdp.model.pace import Pace, check_said
+from osdp.model.parameter_uses import said_of
 from osdp.model.refused import refused
 from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_on_host, try_recompute
 from osdp.model.shorten import Short, shortened
@@ -278,7 +279,7 @@ class _Taken:
             again = try_recompute(run, batches, cuts)
             if asked.on_host:
                 try_on_host(run, batches, cuts, again, lambda: _check_on_host(run, batches[0], plain, cuts, again))
-        notes = [*next(iter(raw.values())).assumptions, *again.notes, *_used_outside(asked.not_units)]
+        notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units)]
         return _Taken(asked, run, short, blocks, operators, plain, again, cuts, raw, batches, notes)
 
     def compiled(self) -> _Taken:
@@ -347,8 +348,9 @@ class _Taken:
         modules = dict(model.named_modules())
         costs = measure_operators(self.raw, self.plain, self.operators)
         short_name = self.short.name if self.short is not None else str
+        canonical = {alias: first for first, p in parameters.items() for alias in (first, *p.aliases)}
         operators = {
-            key: _operator(key, module, parameters, costs[short_name(key)])
+            key: _operator(key, module, canonical, costs[short_name(key)])
             for key, module in modules.items()
             if owns_parameters(module) or (self.asked.root_is_operator and not key)
         }
@@ -433,18 +435,6 @@ def _uncalled(model: nn.Module, marks: Sequence[Mark]) -> set[nn.Parameter]:
     return below[False] - below[True]
 
 
-def _used_outside(not_units: Mapping[str, str]) -> list[str]:
-    """A line for every place that uses parameters outside of their modules."""
-    modules: dict[str, list[str]] = {}
-    for name, place in not_units.items():
-        modules.setdefault(place, []).append(name)
-    return [
-        f"parameters of {max(names, key=len)}{' and others' if len(names) > 1 else ''} are used outside of the module's"
-        f" own call, so the unit around it gathers them ({place})"
-        for place, names in modules.items()
-    ]
-
-
 def _levels(traces: Sequence[Trace], batch: int) -> tuple[list[int], int]:
     """The highest level of every segment of the joined plain traces, and the level at the end."""
     level, peaks = 0, []
@@ -481,8 +471,7 @@ def _parameters(model: nn.Module) -> dict[str, Parameter]:
     return parameters
 
 
-def _operator(name: str, module: nn.Module, parameters: Mapping[str, Parameter], costs: OperatorCosts) -> Operator:
-    canonical = {alias: first for first, parameter in parameters.items() for alias in (first, *parameter.aliases)}
+def _operator(name: str, module: nn.Module, canonical: Mapping[str, str], costs: OperatorCosts) -> Operator:
     prefix = f"{name}." if name else ""
     owned = tuple(canonical[prefix + key] for key, value in module._parameters.items() if value is not None)
     return Operator(name, type(module).__name__, owned, split_dim=split_dim(module), **costs.__dict__)

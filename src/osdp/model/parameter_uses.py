@@ -10,7 +10,7 @@ forward writes into a parameter would be written into a gathered copy, and lost:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +63,18 @@ class ParameterUses:
                         " into a gathered copy, and the next step would not see it; write under torch.no_grad() after"
                         " the optimizer's step, or keep the tensor as a buffer"
                     )
+
+
+def said_of(not_units: Mapping[str, str]) -> list[str]:
+    """A line for every place that uses parameters outside of their modules."""
+    modules: dict[str, list[str]] = {}
+    for name, place in not_units.items():
+        modules.setdefault(place, []).append(name)
+    return [
+        f"parameters of {max(names, key=len)}{' and others' if len(names) > 1 else ''} are used outside of the module's"
+        f" own call, so the unit around it gathers them ({place})"
+        for place, names in modules.items()
+    ]
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
