@@ -329,9 +329,37 @@ class IdleTower(nn.Module):
         return {"loss": F.cross_entropy(self.head(x.mean(1)), labels), "text": y, "last": self.norm(x)}
 
 
+class TransposedBlock(nn.Module):
+    """Uses a linear's weight a second time, without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.mix = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.mix(torch.tanh(self.up(x)) @ self.up.weight))
+
+
+class UsedOutside(nn.Module):
+    """Uses parameters outside of their modules' calls: in a block, and in its own forward behind all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(TransposedBlock() for _ in range(2))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x + self.classes(x).mean(-1, keepdim=True)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x.mean(1) @ self.classes.weight.T, labels)
+
+
 Example = Callable[[], Any]
 MANY: dict[type[nn.Module], Example] = {
-    **dict.fromkeys((Encoder, EncoderDecoder, Attention, Mamba, Recurrent, Routed, Shared, IdleTower), sequence),
+    **dict.fromkeys(
+        (Encoder, EncoderDecoder, Attention, Mamba, Recurrent, Routed, Shared, IdleTower, UsedOutside), sequence
+    ),
     **dict.fromkeys((ResNet, ConvNeXt), image),
     ResNet50: lambda: image(8, 64),
     UNet: noisy,

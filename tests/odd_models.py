@@ -289,6 +289,19 @@ class IdleTower(Model):
         return super().body(x)
 
 
+class UsedBehind(Model):
+    """The embedding's weight is the head, without a module: behind the blocks only the model itself runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens: Tensor, targets: Tensor, total: int | None = None) -> Tensor:
+        logits = (self.body(self.tokens(tokens)) @ self.tokens.weight.T).flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten(), reduction="sum" if total else "mean")
+        return loss / total if total else loss
+
+
 def built(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()

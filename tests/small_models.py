@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from odd_models import LENGTH, Adapters, IdleOperators, IdleTower, Stacked
+from odd_models import LENGTH, Adapters, IdleOperators, IdleTower, Stacked, UsedBehind
 from torch import nn
 
 from osdp.cluster.device import device
@@ -123,6 +123,7 @@ def source(name: str) -> ModelSource:
         "adapters": odd("adapters", Adapters),
         "idle-operators": odd("idle-operators", IdleOperators),
         "idle-tower": odd("idle-tower", IdleTower),
+        "used-behind": odd("used-behind", UsedBehind),
         "gpt-deep": gpt(layers=(8,)),
         "gpt-untied": gpt(tied=False),
         "gpt-uneven": gpt(vocab=97, tied=True),  # neither 97 nor 32 divides by 3

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from image_models import ConvNeXt, ResNet, ResNet50, UNet
 from many_models import (
+    CLASSES,
     LENGTH,
     MANY,
     WIDTH,
@@ -37,6 +39,7 @@ from many_models import (
     Routed,
     Shared,
     TwoTowers,
+    UsedOutside,
     many,
     sequence,
 )
@@ -48,10 +51,11 @@ import osdp
 from osdp.cluster import Cluster
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
-from osdp.errors import UsageError
+from osdp.cost.units import OPERATORS, stage_units
+from osdp.errors import OsdpError, UsageError
 from osdp.model.capture import capture, scaled_inputs
 from osdp.model.graph import ModelGraph
-from osdp.model.inputs import as_call, map_tensors, output_loss
+from osdp.model.inputs import CaptureError, as_call, map_tensors, output_loss
 from osdp.model.values import EVEN_LOAD, FINITE, NOT_DROPPED
 from osdp.planfile import Plan
 from osdp.planning import plan_graph
@@ -127,6 +131,71 @@ def test_parameters_that_the_loss_does_not_use_are_listed_and_held() -> None:
         many(TwoTowers), {**dict(zip(("x", "labels"), sequence(), strict=True)), "pixels": torch.ones(2, 3, 8, 8)}
     )
     assert seen.unused == ()
+
+
+def test_what_is_used_outside_of_its_own_call_is_gathered_by_the_unit_around() -> None:
+    graph = graph_of(UsedOutside)
+    first, block = graph.stages[:2]
+    assert [(unit.name, len(unit.parameters)) for unit in stage_units(graph, first)[OPERATORS]] == [("", 2)]
+    assert [unit.name for unit in stage_units(graph, block)[OPERATORS]] == ["blocks.0", "blocks.0.mix", "blocks.0.norm"]
+    assert [line.partition(" are used")[0] for line in graph.assumptions] == [
+        "parameters of blocks.0.up and others",
+        "parameters of classes",
+    ]
+
+
+def test_a_write_into_a_parameter_is_refused_with_its_place() -> None:
+    class Averaging(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.data.mul_(0.99)
+            return super().forward(x).mean()
+
+    with pytest.raises(CaptureError, match=r"Averaging, test_many_models.py:\d+ writes into the parameter weight in"):
+        capture(Averaging(WIDTH, WIDTH), (torch.randn(2, WIDTH),))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(CLASSES, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
+    with pytest.raises(OsdpError, match=r"0 \(Embedding\) has sparse gradients.* sparse=False"):
+        capture(model, (torch.zeros(2, 3, dtype=torch.long),), loss=Tensor.mean)
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    class Holding(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.lock, self.draws = threading.Lock(), torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with self.lock:
+                return super().forward(x + torch.rand(x.shape, generator=self.draws)).mean()
+
+    assert capture(Holding(), (torch.randn(2, WIDTH),)).num_parameters == WIDTH * (WIDTH + 1)
+
+
+def test_parameters_that_do_not_exist_yet_are_refused() -> None:
+    class Making(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "more"):
+                self.more = nn.Linear(WIDTH, WIDTH)
+            return self.more(super().forward(x)).mean()
+
+    with pytest.raises(
+        OsdpError, match=r"Making makes the parameter more.bias in its first forward: run the model once"
+    ):
+        capture(Making(WIDTH, WIDTH), (torch.randn(2, WIDTH),))
+    with pytest.raises(
+        OsdpError, match=r"the parameter 0.weight of this Sequential has no shape yet: run the model once"
+    ):
+        capture(nn.Sequential(nn.LazyLinear(WIDTH)), (torch.randn(2, WIDTH),), loss=Tensor.mean)
+
+
+def test_the_only_scalar_of_a_tuple_is_its_loss() -> None:
+    loss, logits = torch.tensor(1.0), torch.zeros(2, 3)
+    assert output_loss((logits, loss)) == output_loss((loss, logits)) == output_loss((loss, torch.tensor(2.0))) == 1
+    with pytest.raises(OsdpError, match="no scalar loss"):
+        output_loss((logits, loss, loss))
 
 
 def test_a_list_is_one_input_where_the_model_takes_one() -> None:
@@ -239,7 +308,7 @@ def mixed_plans(graph: ModelGraph) -> list[Plan]:
     ]
 
 
-LANGUAGE = [Encoder, EncoderDecoder, Attention, Shared, Mamba, Recurrent, Preference]
+LANGUAGE = [Encoder, EncoderDecoder, Attention, Shared, Mamba, Recurrent, Preference, UsedOutside]
 IMAGES = [UNet, ConvNeXt, TwoTowers, IdleTower, GatheredContrastive]
 
 

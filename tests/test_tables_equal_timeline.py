@@ -9,7 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from odd_models import Twice, odd_graph
+from odd_models import Twice, UsedBehind, odd_graph
 from small_models import captured
 
 from osdp.cluster import Cluster, Link
@@ -154,6 +154,10 @@ def test_where_modules_are_called_several_times() -> None:
     graph = odd_graph(Twice)
     rules = Rules(modes=(FREE, KEEP, REPLICATE))  # within nodes the first gather and the others differ
     compare(Tables(graph, Cluster.parse("2x2xA100-40GB"), Training.of("fp32"), rules), 2, seed=7)
+
+
+def test_where_only_the_model_itself_runs_behind_the_blocks() -> None:
+    compare(Tables(odd_graph(UsedBehind), Cluster.parse("1x3xCPU"), Training.of("fp32"), Rules()), 2, seed=9, count=6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

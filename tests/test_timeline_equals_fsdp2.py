@@ -17,7 +17,6 @@ from itertools import cycle
 from typing import NamedTuple
 
 import pytest
-import torch
 from planned import how
 from small_models import captured, source
 
@@ -28,9 +27,7 @@ from osdp.cost.lifetimes import chunk_bytes, stepping_bytes
 from osdp.cost.timeline import Timeline, build_timeline
 from osdp.cost.training import OPTIMIZERS, Training
 from osdp.cost.units import OPERATORS, PARTS, WHOLE, Option
-from osdp.model.graph import Mark
-from osdp.model.runs import watched
-from osdp.model.structure import own_blocks
+from osdp.model.graph import Mark, ModelGraph
 from osdp.model.trace import RawTrace
 from osdp.planfile import Depth, Plan, unpriced_plan
 from osdp.recompute import Recompute
@@ -147,17 +144,23 @@ def plan_of(case: Case, layout: Layout, options: list[Option]) -> Plan:
 def measured(case: Case, plan: Plan) -> tuple[list[Row], Row]:
     """What FSDP2 did, segment by segment, and its optimizer step."""
     model = source(case.model)
-    with torch.device("meta"):
-        names = list(watched(plain := model.build(), own_blocks(plain)))
+    graph = captured(case.model, case.training.precision.compute_dtype, case.device)
+    names = entered(graph)
     raw: RawTrace = dry_run(
         model.build,
         model.inputs,
         plan,
         loss=model.loss,
-        watched=lambda module: {name: module.get_submodule(name) for name in names},
+        watched=lambda module: {name: each for name, each in module.named_modules() if name in names},
         optimizer=partial(optimizer_of, case.optimizer, lr=1e-3),
     ).trace
     return rows_of(raw, case.accumulation)
+
+
+def entered(graph: ModelGraph) -> set[str]:
+    """The modules that the trace marks: all that a unit may be made of."""
+    segments = [segment for stage in graph.stages for segment in stage.plain.forward]
+    return {segment.mark.name for segment in segments if segment.mark.kind == "enter"}
 
 
 def rows_of(raw: RawTrace, accumulation: int) -> tuple[list[Row], Row]:
@@ -333,6 +336,9 @@ IDLE_CASES = [  # operators and a tower without gradients; see [Note: Left at th
     Case((KEEP, FREE), model="idle-operators", device="CPU", accumulation=2, known=(64, 0)),
     Case((KEEP,), model="idle-tower", granularity=OPERATORS, known=(1278, 0)),
     Case((FREE, KEEP, REPLICATE), model="idle-tower", granularity=OPERATORS, precision="fp32", device="CPU"),
+    # the model itself is a unit, which backward reaches behind all blocks
+    Case((FREE,), model="used-behind"),
+    Case((KEEP, FREE, REPLICATE), model="used-behind", device="CPU", recompute=ALTERNATING),
 ]
 DEEP = {"granularity": OPERATORS, "prefetch": 2}
 DEEP_CASES = [  # two gathers are issued ahead within a block; see [Note: Depth] in osdp.cost.gather_order

@@ -1,4 +1,4 @@
-"""Claim: matrix products in 16 bits allocate no more than plans for CPUs count.
+"""Claims: matrix products in 16 bits allocate no more than plans for CPUs count, and that counts where they run.
 
 See [Note: Workspaces] in osdp.model.kernels.
 """
@@ -9,8 +9,9 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from osdp.model.capture import capture
 from osdp.model.kernels import DEEP, WORKSPACE_BYTES, product_workspace, transposed_depth
 from osdp.profiling.trial import peak_above_start
 
@@ -43,3 +44,21 @@ def test_products_in_16_bits_take_no_more_than_is_counted() -> None:
             assert taken <= counted(first, second), (first.shape, first.stride(), second.shape, second.stride(), taken)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_working_space_counts_at_the_level_of_its_product() -> None:
+    class Wide(nn.Module):
+        """The highest level is far above that of the product, whose depth in backward is that of 700 rows a sample."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.weight = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = (x * self.scale).unsqueeze(-1).repeat(1, 1, 1, 200).square()
+            return (wide.sum(-1) @ self.weight).sum()
+
+    [stage] = capture(Wide(), (torch.zeros(2, 700, 16),)).stages
+    highest = max(stage.plain.backward, key=lambda segment: segment.peak_at(2))
+    assert any(line.at(2) >= DEEP for line in highest.depths)
+    assert highest.peak_at(2, workspaces=True) == highest.peak_at(2)

@@ -7,6 +7,7 @@ batch=2)`, and with --dry-run played through on fake tensors; each in a forked p
 from __future__ import annotations
 
 import json
+import random
 import sys
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
@@ -21,6 +22,8 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
     parser.add_argument("--limit", type=int, default=0, help="so many of each kind; 0 for all")
     parser.add_argument("--every", type=int, default=1, help="every so many-th of them, as a sample (%(default)s)")
+    parser.add_argument("--sample", type=int, default=0, help="so many of them at random, the same for the same --seed")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample (%(default)s)")
     parser.add_argument("--only", default="", help="architectures whose name has this in it, several with commas")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds of a core for each")
     parser.add_argument("--dry-run", action="store_true", help="compare each plan's peak with a dry run's")
@@ -31,6 +34,8 @@ def main() -> None:
     if options.again:
         done = {name: row for name, row in done.items() if row["outcome"] in ("not trained", PLANNED)}
     chosen = _limited(architectures(options.kinds.split(",")), options.limit)[:: options.every]
+    if options.sample:
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     wanted = [part for part in options.only.split(",") if part]
     chosen = [each for each in chosen if not wanted or any(part in each.name for part in wanted)]
     warm_up()

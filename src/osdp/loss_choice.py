@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from osdp.errors import DoesNotFit
 from osdp.losses import can_chunk, chunk_loss
+from osdp.model.fake import copy_of
 from osdp.planfile import Plan
 
 CHUNKS = 8  # more save little: an eighth of the logits is less than a block's temporaries
@@ -49,4 +49,4 @@ def _without_memory(model: nn.Module) -> nn.Module:
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, memo)
+    return copy_of(model, memo)

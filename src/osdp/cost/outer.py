@@ -323,6 +323,7 @@ def _raised(segment: Segment, more: Affine) -> Segment:
         segment,
         peak=lines(segment.peak),
         end=segment.end + more,
+        products=lines(segment.products),
         worked=lines(segment.worked),
         attended=lines(segment.attended),
     )

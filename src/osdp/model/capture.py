@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -21,12 +21,13 @@ from osdp._torch import FakeTensorMode
 from osdp.cluster.device import Device
 from osdp.model.compile_runs import try_compiled
 from osdp.model.compiled_blocks import StageTraces
-from osdp.model.fake import refuse_own_checkpointing
+from osdp.model.fake import refuse_own_checkpointing, refuse_sparse_gradients, refuse_uninitialized
 from osdp.model.fork_worker import ForkWorker, no_garbage_collection
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
 from osdp.model.pace import Pace, check_said
+from osdp.model.parameter_uses import said_of
 from osdp.model.refused import refused
 from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_on_host, try_recompute
 from osdp.model.shorten import Short, shortened
@@ -74,6 +75,8 @@ def capture(
     """
     model = getattr(model, "_orig_mod", model)  # of a compiled one: its modules have the names that plans use
     refuse_own_checkpointing(model)
+    refuse_sparse_gradients(model)
+    refuse_uninitialized(model)
     name = name or type(model).__name__
     first: Exception | None = None
     with no_garbage_collection():
@@ -128,6 +131,11 @@ class _Asked:
     name: str
     on_host: bool
     root_is_operator: bool = False
+    not_units: Mapping[str, str] = field(default_factory=dict)  # each with the place that uses its parameters
+
+    @property
+    def blocks(self) -> list[str]:
+        return [block for block in own_blocks(self.model) if block not in self.not_units]
 
     def watched_runner(self, mode: FakeTensorMode, short: Short | None) -> Runner:
         """A runner that says how long it will take if that is long; see [Note: Pace]."""
@@ -147,37 +155,46 @@ class _Asked:
             short=short,
             root_is_operator=self.root_is_operator,
             device=self.device,
+            not_units=self.not_units,
         )
 
 
-class _RootNeeded(Exception):
-    """Some modules are never called; see [Note: Uncalled]."""
+class _OtherUnits(Exception):
+    """A capture shows that units cannot be as assumed; see [Note: Uncalled], and [Note: Used outside]."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
 
 
 def _taken(asked: _Asked) -> _Taken:
-    try:
-        return _taken_as(asked)
-    except _RootNeeded:
-        return _taken_as(replace(asked, root_is_operator=True))
+    while True:
+        try:
+            taken, whole = _taken_as(asked)
+            if whole.used_outside:
+                raise _OtherUnits(not_units={**asked.not_units, **whole.used_outside})
+        except _OtherUnits as other:
+            asked = replace(asked, **other.changes)
+        else:
+            return taken
 
 
-def _taken_as(asked: _Asked) -> _Taken:
-    """The captures of a short copy, where one capture at full depth agrees with them; else at full depth."""
+def _taken_as(asked: _Asked) -> tuple[_Taken, RawTrace]:
+    """The captures of a short copy, where the one at full depth agrees with them, else at full depth; and that one."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ForkWorker[RawTrace]() as worker:
         worker.start(lambda: asked.runner(mode).check(CHECKED))
-        blocks = own_blocks(asked.model)
+        blocks = asked.blocks
         whole = cache(lambda: worker.result(check_said(asked.name, len(blocks))))
         short = shortened(asked.model, blocks)
         taken = _short_taken(asked, mode, short, whole)
         if taken is None and short is not None:
             taken = _short_taken(asked, mode, shortened(asked.model, blocks, _kinds(asked, whole, blocks)), whole)
         if taken is not None:
-            return taken
+            return taken, whole()
         try:
-            return _Taken.of(asked, mode, None, whole)
+            return _Taken.of(asked, mode, None, whole), whole()
         except UnevenGrowth as uneven:
-            return _Taken.at_one_batch(asked, mode, uneven)
+            return _Taken.at_one_batch(asked, mode, uneven), whole()
 
 
 def _short_taken(
@@ -189,7 +206,7 @@ def _short_taken(
     try:
         taken = _Taken.of(asked, mode, short, whole)
         return taken if taken.agrees_with(whole()) else None
-    except _RootNeeded:
+    except _OtherUnits:
         raise
     except Exception:
         return None  # full depth works or says why not
@@ -251,7 +268,7 @@ class _Taken:
     ) -> _Taken:
         operators, blocks = run.operators, list(run.blocks)
         if "" not in operators and _uncalled(run.model, next(iter(raw.values())).marks):
-            raise _RootNeeded
+            raise _OtherUnits(root_is_operator=True)
         plain = fit_growth(raw)
         cuts = cut_stages(plain, blocks, operators)
         again = Recomputed()
@@ -262,7 +279,7 @@ class _Taken:
             again = try_recompute(run, batches, cuts)
             if asked.on_host:
                 try_on_host(run, batches, cuts, again, lambda: _check_on_host(run, batches[0], plain, cuts, again))
-        notes = [*next(iter(raw.values())).assumptions, *again.notes]
+        notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units)]
         return _Taken(asked, run, short, blocks, operators, plain, again, cuts, raw, batches, notes)
 
     def compiled(self) -> _Taken:
@@ -331,8 +348,9 @@ class _Taken:
         modules = dict(model.named_modules())
         costs = measure_operators(self.raw, self.plain, self.operators)
         short_name = self.short.name if self.short is not None else str
+        canonical = {alias: first for first, p in parameters.items() for alias in (first, *p.aliases)}
         operators = {
-            key: _operator(key, module, parameters, costs[short_name(key)])
+            key: _operator(key, module, canonical, costs[short_name(key)])
             for key, module in modules.items()
             if owns_parameters(module) or (self.asked.root_is_operator and not key)
         }
@@ -453,8 +471,7 @@ def _parameters(model: nn.Module) -> dict[str, Parameter]:
     return parameters
 
 
-def _operator(name: str, module: nn.Module, parameters: Mapping[str, Parameter], costs: OperatorCosts) -> Operator:
-    canonical = {alias: first for first, parameter in parameters.items() for alias in (first, *parameter.aliases)}
+def _operator(name: str, module: nn.Module, canonical: Mapping[str, str], costs: OperatorCosts) -> Operator:
     prefix = f"{name}." if name else ""
     owned = tuple(canonical[prefix + key] for key, value in module._parameters.items() if value is not None)
     return Operator(name, type(module).__name__, owned, split_dim=split_dim(module), **costs.__dict__)

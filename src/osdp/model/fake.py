@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from osdp._torch import FakeTensorMode, tree_leaves
 from osdp.errors import UsageError
@@ -42,7 +43,28 @@ def fake_copy(model: nn.Module, dtype: torch.dtype, without: Sequence[nn.Module]
         memo[id(buffer)] = fake_of(buffer)
     for tensor in _plain_tensors(model):
         memo.setdefault(id(tensor), fake_of(tensor))
-    return copy.deepcopy(model, memo)
+    return copy_of(model, memo)
+
+
+def copy_of(model: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A deep copy, with what `memo` has for the values of these ids; what cannot be copied is shared."""
+    try:
+        with torch_says_nothing():
+            return copy.deepcopy(model, dict(memo))
+    except Exception:
+        return copy.deepcopy(model, {**memo, **{id(value): value for value in _not_copied(model, memo)}})
+
+
+def _not_copied(model: nn.Module, memo: Mapping[int, Any]) -> Iterator[Any]:
+    """What modules hold and nobody can copy: a lock, an open file, a generator."""
+    for module in model.modules():
+        for key, value in vars(module).items():
+            try:
+                if key != "_modules":
+                    with torch_says_nothing():
+                        copy.deepcopy(value, dict(memo))
+            except Exception:
+                yield value
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -87,6 +109,26 @@ def refuse_own_checkpointing(model: nn.Module) -> None:
             " it would recompute blocks that the plan does not; call model.gradient_checkpointing_disable(), and osdp"
             " chooses the blocks to recompute"
         )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Refuses embeddings whose gradients are sparse: FSDP2 reduces dense ones only."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UsageError(
+                f"{name or type(model).__name__} ({type(module).__name__}) has sparse gradients, and FSDP2 reduces"
+                " dense ones only; build it with sparse=False, or freeze it"
+            )
+
+
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Refuses lazy modules that have not run yet: their parameters have no shapes."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise UsageError(
+                f"the parameter {name} of this {type(model).__name__} has no shape yet: run the model once on its"
+                " inputs before it is planned"
+            )
 
 
 def settled(model: nn.Module) -> nn.Module:

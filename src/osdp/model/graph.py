@@ -145,8 +145,9 @@ class Segment:
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
     closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
-    `kinds` its `KernelKind`. `worked` and `attended` are the lines of products and of attention with their working
-    space, `depths` those of the depth of products that may need more; see [Note: Workspaces] in kernels.py.
+    `kinds` its `KernelKind`. `products` are the lines of products, `worked` and `attended` those of products and of
+    attention with their working space, `depths` of the depth of products that may need more; see [Note: Workspaces] in
+    kernels.py.
     """
 
     mark: Mark
@@ -155,6 +156,7 @@ class Segment:
     flops: IntArray
     moved: IntArray
     kinds: IntArray
+    products: tuple[Affine, ...] = ()
     worked: tuple[Affine, ...] = ()
     attended: tuple[Affine, ...] = ()
     depths: tuple[Affine, ...] = ()
@@ -165,9 +167,10 @@ class Segment:
         if not workspaces:
             return peak
         worked = max((line.at(batch) for line in self.worked), default=peak)
+        most = max((line.at(batch) for line in self.products), default=peak) + WORKSPACE_BYTES
         if any(line.at(batch) >= DEEP for line in self.depths):
-            worked = peak + WORKSPACE_BYTES
-        return max(peak, min(worked, peak + WORKSPACE_BYTES), *(line.at(batch) for line in self.attended))
+            worked = most
+        return max(peak, min(worked, most), *(line.at(batch) for line in self.attended))
 
 
 @dataclass(frozen=True)

@@ -106,12 +106,15 @@ def scaled_inputs(example: Any, *, model: nn.Module | None = None, rows: bool = 
 
 
 def output_loss(output: Any) -> Tensor:
-    """The scalar that a model's output is, or holds: `.loss`, ["loss"], or the first of a tuple."""
+    """The scalar that a model's output is, or holds: `.loss`, ["loss"], the first of a tuple, or its only scalar."""
     found = output
-    if not isinstance(output, Tensor):
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
         if found is None and isinstance(output, (tuple, list)) and output:
-            found = output[0]
+            scalars = [each for each in output if isinstance(each, Tensor) and each.numel() == 1]
+            found = scalars[0] if len(scalars) == 1 else output[0]
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = f", loss of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise UsageError(

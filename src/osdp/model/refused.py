@@ -9,14 +9,18 @@ from osdp.model.inputs import CaptureError
 from osdp.model.values import is_foreign, named_place
 
 _DTYPES = "its parameters are cast, other tensors are not: plan with precision='fp32', or cast there"
+_SHAPES = (
+    "check that the example inputs have the shapes that the model trains with; where a larger batch is not more samples"
+    " along the first dimension, pass a function of the batch size that returns the inputs"
+)
 _REMEDIES = {
+    "shape_env": "nested tensors have no shapes that can be planned: pad them, with a mask",
     "dtype": _DTYPES,
     "scalar type": _DTYPES,
     "unsupported operand": "check that the example inputs are what the model trains with",
-    **dict.fromkeys(
-        ("size of tensor", "reduction dim", "shape", "broadcast"),
-        "check that the example inputs have the shapes that the model trains with",
-    ),
+    **dict.fromkeys(("size of tensor", "reduction dim", "shape", "broadcast", "batch_size", "channels"), _SHAPES),
+    ".numpy()": "compute it with torch's operators, or in a torch.library.custom_op that has a fake kernel",
+    "ScriptModules": "plan and train its modules as Python code, without torch.jit.script",
     "missing": "check that the example inputs have every argument that the model needs",
 }
 _OTHER = "check that the model trains with these example inputs, and that it can run on tensors without values"

@@ -9,7 +9,7 @@ every other), the graph is of one batch size, and plans are for that one only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -59,6 +59,7 @@ class Runner:
     layers_dropped: bool
     root_is_operator: bool  # see [Note: Uncalled] in capture.py
     device: Device | None
+    not_units: frozenset[str] = frozenset()  # see [Note: Used outside] in parameter_uses.py
     pace: Pace | None = None
 
     @staticmethod
@@ -72,6 +73,7 @@ class Runner:
         short: Short | None = None,
         root_is_operator: bool,
         device: Device | None,
+        not_units: Iterable[str] = (),
     ) -> Runner:
         with mode:
             fake = fake_copy(model, DTYPES[dtype], short.left_out(model) if short is not None else ())
@@ -79,8 +81,9 @@ class Runner:
             settled(fake)
             if short is not None:
                 short.cut(fake)
-        blocks = own_blocks(fake)
-        return Runner(fake, inputs, loss, mode, blocks, DTYPES[dtype], bool(dropped), root_is_operator, device)
+        out = frozenset(short.name(name) if short is not None else name for name in not_units)
+        blocks = [block for block in own_blocks(fake) if block not in out]
+        return Runner(fake, inputs, loss, mode, blocks, DTYPES[dtype], bool(dropped), root_is_operator, device, out)
 
     @property
     def operators(self) -> set[str]:
@@ -92,7 +95,13 @@ class Runner:
         """The blocks, and the operators that are in none: what is inside of a compiled block is not called."""
         modules = dict(self.model.named_modules())
         inside = {name for block in self.blocks for name in modules if name.startswith(f"{block}.")}
-        return {name: modules[name] for name in modules if name in {*self.blocks, *self.operators} - inside}
+        outermost = {*self.blocks, *self.operators} - inside - self.not_units
+        return {name: modules[name] for name in modules if name in outermost}
+
+    @property
+    def watched(self) -> dict[str, nn.Module]:
+        found = watched(self.model, self.blocks, self.operators)
+        return {name: module for name, module in found.items() if name not in self.not_units}
 
     def plain(self, batch: int) -> RawTrace:
         return self._run(batch, {}, book_saved=True)
@@ -122,10 +131,10 @@ class Runner:
                     args,
                     kwargs,
                     loss=self.loss or output_loss,
-                    watched=self.outermost if compiled else watched(self.model, self.blocks, self.operators),
+                    watched=self.outermost if compiled else self.watched,
                     recompute=recompute,
                     book_saved=book_saved,
-                    cast=units_of(self.model, self.blocks),
+                    cast=units_of(self.model, self.blocks, self.not_units),
                     input_dtype=self.dtype,
                     pace=self.pace,
                 )
@@ -141,10 +150,10 @@ def watched(model: nn.Module, blocks: Sequence[str], more: Iterable[str] = ()) -
     return {name: module for name, module in modules.items() if name in names or owns_parameters(module)}
 
 
-def units_of(model: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+def units_of(model: nn.Module, blocks: Sequence[str], not_units: Set[str] = frozenset()) -> list[nn.Module]:
     """The modules whose floating inputs FSDP2 casts: the model, its blocks, and the operators outside them."""
     modules = dict(model.named_modules())
-    inside = {name for block in blocks for name in operators_below(modules[block], block)}
+    inside = {name for block in blocks for name in operators_below(modules[block], block)} | not_units
     outside = [m for name, m in modules.items() if name and owns_parameters(m) and name not in inside]
     return [model, *(modules[block] for block in blocks if block), *outside]
 

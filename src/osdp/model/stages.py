@@ -140,14 +140,17 @@ def cut_stages(trace: GrowingTrace, blocks: Sequence[str], operators: set[str]) 
 def _without_empty_ends(
     marks: Sequence[Mark], forward: list[tuple[str | None, int, int]], operators: set[str]
 ) -> list[tuple[str | None, int, int]]:
-    """A stage outside blocks needs an operator: without one it joins the block beside it."""
+    """A stage outside blocks needs an operator: without one it joins the block beside it.
+
+    The last one has the model itself, where that is an operator: it is left there, and reached there in backward.
+    """
 
     def idle(stage: tuple[str | None, int, int]) -> bool:
         return stage[0] is None and not any(
             m.kind == "enter" and m.name in operators for m in marks[stage[1] : stage[2]]
         )
 
-    if len(forward) > 1 and idle(forward[-1]):
+    if len(forward) > 1 and idle(forward[-1]) and "" not in operators:
         _, _, stop = forward.pop()
         name, start, _ = forward.pop()
         forward.append((name, start, stop))
@@ -248,6 +251,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
+                products=_worked(trace, first_kernel, last_kernel, base, attention=False, by=0),
                 worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
                 attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
                 depths=upper_lines(trace.depths[first_kernel:last_kernel]),
@@ -256,11 +260,13 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
     return tuple(segments)
 
 
-def _worked(trace: GrowingTrace, first: int, last: int, base: IntArray, *, attention: bool) -> tuple[Affine, ...]:
-    """The levels of products, or of attention, with their working space; see [Note: Workspaces] in kernels.py."""
+def _worked(
+    trace: GrowingTrace, first: int, last: int, base: IntArray, *, attention: bool, by: int = 1
+) -> tuple[Affine, ...]:
+    """The levels of products, or of attention, with `by` times their working space; see [Note: Workspaces]."""
     workspaces = trace.workspaces[first:last]
     taken = workspaces.any(axis=1) & ((trace.kinds[first:last] != KernelKind.MATMUL) == attention)
-    return upper_lines(trace.live[first:last][taken] + workspaces[taken] - base) if taken.any() else ()
+    return upper_lines(trace.live[first:last][taken] + by * workspaces[taken] - base) if taken.any() else ()
 
 
 def shape_of(trace: Trace, block: str) -> tuple[object, ...]:

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import flop_registry
 
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
-from osdp.model.inputs import map_tensors
+from osdp.model.inputs import CaptureError, map_tensors
 from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace, transposed_depth
 from osdp.model.pace import KERNELS, Pace
+from osdp.model.parameter_uses import ParameterUses
 from osdp.model.selective import checkpointed
 from osdp.recompute import Recompute
 
@@ -45,6 +46,7 @@ class RawTrace:
     on_host: dict[str, int] = field(default_factory=dict)  # of blocks whose input is there
     end_live: int = 0
     assumptions: list[str] = field(default_factory=list)
+    used_outside: dict[str, str] = field(default_factory=dict)  # see [Note: Used outside] in parameter_uses.py
 
 
 class Recorder(TorchDispatchMode):
@@ -56,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self._pace = pace
         self.live = 0
         self.outside = outside
+        self.uses: ParameterUses | None = None
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._born: dict[int, int] = {}  # storage -> the kernel that allocated it
         self._is_listing = True
@@ -148,6 +151,8 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and hasattr(args[0], "fake_device"):  # two calls of three: answered here, it takes no time
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self.uses is not None:
+            self.uses.seen(func, args)
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         fresh = False
@@ -363,6 +368,7 @@ def run_trace(
         *model.buffers(),
         *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
     ]
+    names = {name for name, _ in model.named_parameters()}
     recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace)
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
@@ -378,8 +384,10 @@ def run_trace(
     try:
         with recorder, hooks.saving() if book_saved else _nothing():
             recorder.mark("begin", "")
+            uses = recorder.uses = ParameterUses(model, hooks.inside)
             output = model(*args, **kwargs)
             scalar = loss(output) if loss is not None else output
+            recorder.uses = None
             del output
             recorder.trace.backward_mark = len(recorder.trace.marks)
             recorder.mark("turn", "")
@@ -393,6 +401,13 @@ def run_trace(
         for module in originals:
             del module.forward
     recorder.trace.end_live = recorder.live
+    called = {mark.name for mark in recorder.trace.marks if mark.kind == "enter"}
+    if made := {name for name, _ in model.named_parameters()} - names:
+        raise CaptureError(
+            f"{type(model).__name__} makes the parameter {min(made)} in its first forward: run the model once on its"
+            " inputs before it is planned"
+        )
+    recorder.trace.used_outside = {name: place for name, place in uses.outside.items() if name in called}
     return recorder.trace
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from osdp.cost.training import PRECISIONS
 from osdp.engine import ASYNC_GLOO, Engine
 from osdp.errors import UsageError
 from osdp.losses import chunk_loss
-from osdp.model.fake import without_cache
+from osdp.model.fake import copy_of, without_cache
 from osdp.planfile import Plan, PlanUnit, unit_depths
 from osdp.recompute import Recompute
 from osdp.runtime.async_comm import Bucket, Reductions
@@ -94,7 +93,7 @@ def applied_to(model: nn.Module) -> Applied:
 def template_of(model: nn.Module) -> nn.Module:
     """The model as it was before a plan was applied, on the meta device."""
     applied: Applied | None = getattr(model, _APPLIED, None)
-    template = copy.deepcopy(model) if applied is None else applied.template
+    template = copy_of(model, {}) if applied is None else applied.template
     if template is None:
         raise UsageError("the model had weights when it was parallelized; build it under torch.device('meta') instead")
     return template
@@ -135,7 +134,7 @@ def parallelize(
     meshes = meshes_of(device.type, nodes, devices, engine=engine, within=mesh, experts=within.experts)
     ranks = model_ranks(model, within)
     sync_over(model, group)
-    template = copy.deepcopy(model) if all(p.is_meta for p in model.parameters()) else None
+    template = copy_of(model, {}) if all(p.is_meta for p in model.parameters()) else None
     modules = dict(model.named_modules())
     pieces = _pieces(model, plan, modules)
     _checkpoint_and_compile(model, plan, modules, device)
