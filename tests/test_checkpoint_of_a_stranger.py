@@ -2,7 +2,7 @@
 
 Each file of a checkpoint that torch unpickles is poisoned in turn, with sizes and checksums to match. Each poison is
 shown to work on torch's own readers first: there it makes a file. Loading refuses it with a sentence, changes nothing,
-and makes no file.
+and makes no file. Pipes and devices in place of a file are refused, and not waited for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import zlib
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from osdp.cli.main import main
 from osdp.errors import OsdpError
 from osdp.runtime.checkpoint import load_checkpoint
+from osdp.runtime.checkpoint_files import DOCUMENT
 
 STEP = "step-00000120"
 
@@ -156,9 +158,16 @@ def negative(metadata: Metadata) -> None:
     metadata.state_dict_metadata["model.weight"].chunks[0].offsets = torch.Size([-1, 0])  # type: ignore[union-attr]
 
 
+def half(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["model.weight"]
+    (rows, columns), *_ = [chunk.sizes for chunk in entry.chunks]  # type: ignore[union-attr]
+    entry.chunks[0].sizes = torch.Size([rows // 2, columns])  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (half, "the boxes of a tensor of size"),
         (beyond_the_folder, "is no file of the checkpoint"),
         (beyond_the_end, "__0_0.distcp ends before byte"),
         (of_another_type, "str instead of TensorStorageMetadata"),
@@ -174,6 +183,23 @@ def test_metadata_that_makes_no_sense_is_refused(
     change(metadata)
     put(tmp_path / STEP, ".metadata", pickle.dumps(metadata))
     with pytest.raises(OsdpError, match=rf"\.metadata is damaged: .*{message}.*; remove"):
+        loaded_small(tmp_path)
+
+
+@pytest.mark.parametrize("name", [DOCUMENT, ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("what", ["a pipe", "a device"])
+def test_what_never_ends_is_not_read(what: str, name: str, tmp_path: Path) -> None:
+    """In place of any file of a checkpoint; its document says that it is empty, as its size is."""
+    save_small(tmp_path, 100)
+    save_small(tmp_path, 120)
+    if name != DOCUMENT:
+        put(tmp_path / STEP, name, b"")
+    (tmp_path / STEP / name).unlink()
+    if what == "a pipe":
+        os.mkfifo(tmp_path / STEP / name)
+    else:
+        (tmp_path / STEP / name).symlink_to("/dev/zero")
+    with pytest.raises(OsdpError, match=f"it is {what} and not a file; remove"):
         loaded_small(tmp_path)
 
 
