@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from osdp.errors import OsdpError, UsageError
+from osdp.runtime.checkpoint_document import check_document
 from osdp.runtime.checkpoint_metadata import METADATA, open_file
 from osdp.runtime.checkpoint_states import CHECKPOINT_VERSION, difference
 
@@ -72,6 +73,7 @@ def read_document(path: Path) -> dict[str, Any]:
         )
     if checksum != _sum_of(document):
         raise OsdpError(f"{file} is damaged: its checksum is another; {remedy(path)}")
+    check_document(document, remedy=remedy(path))
     return document
 
 
