@@ -197,6 +197,7 @@ def refusals(plan: Plan) -> dict[str, str]:
     batches = osdp.accumulate(model, [batch, batch])
     model(*next(batches)).backward()
     refused("step inside of the loop", optimizer.step)
+    refused("clipping inside of the loop", lambda: osdp.clip_grad_norm_(model.parameters(), 1.0))
     batches.close()
     optimizer.step()
     optimizer.zero_grad()
@@ -221,6 +222,7 @@ def test_gradients_that_are_not_whole_are_refused_until_they_are_cleared() -> No
     plan = three_plans(Model, "2", reduce_once=(True, False), accumulation=2)[2]
     for said in run_ranks(2, refusals, plan):
         assert "step after the loop" in said.pop("step inside of the loop")
+        assert "clip after the loop" in said.pop("clipping inside of the loop")
         assert len(said) == 4
         assert all("the last backward failed" in words and "zero_grad()" in words for words in said.values())
 

@@ -114,6 +114,10 @@ class Recovery:
         """By gathered copy that modules have now, its shard."""
         return _gathered(group for group in self._groups if not group.is_sharded)
 
+    def unreduced(self) -> set[nn.Parameter]:
+        """The parameters of units that a backward has left unreduced."""
+        return {param.sharded_param for group in self._groups if has_unreduced(group) for param in group.fsdp_params}
+
     def leave(self) -> None:
         """Ends the micro-batches of a step: what is not reduced and freed yet, as the last one did not come or failed.
 
@@ -189,11 +193,22 @@ def _watch_optimizers() -> None:
 
 
 def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The same parameters, shards where they are gathered copies: those have no gradients that are reduced."""
+    """The same parameters, shards where they are gathered copies: those have no gradients that are reduced.
+
+    Refused where gradients of some are not reduced yet, and so not in their `.grad`.
+    """
     shards: dict[Tensor, nn.Parameter] = {}
+    unreduced: set[Tensor] = set()
     for recovery in list(_all):
         shards |= recovery.gathered_now()
-    return [shards.get(parameter, parameter) for parameter in parameters]
+        unreduced |= recovery.unreduced()
+    found = [shards.get(parameter, parameter) for parameter in parameters]
+    if not unreduced.isdisjoint(found):
+        raise UsageError(
+            "gradients were to be clipped before the end of osdp.accumulate, when some are not reduced yet; clip after"
+            " the loop, and, if the iterator has a name, call its close() where it is left early"
+        )
+    return found
 
 
 def _gathered(groups: Iterable[FSDPParamGroup]) -> dict[nn.Parameter, nn.Parameter]:
