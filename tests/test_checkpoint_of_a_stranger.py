@@ -2,7 +2,8 @@
 
 Each file of a checkpoint that torch unpickles is poisoned in turn, with sizes and checksums to match. Each poison is
 shown to work on torch's own readers first: there it makes a file. Loading refuses it with a sentence, changes nothing,
-and makes no file.
+and makes no file. Pipes and devices in place of a file are refused, and not waited for;
+so is a document whose words make no sense.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import zlib
 from collections.abc import Callable
@@ -23,8 +25,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from osdp.cli.main import main
-from osdp.errors import OsdpError
-from osdp.runtime.checkpoint import load_checkpoint
+from osdp.errors import OsdpError, UsageError
+from osdp.runtime.checkpoint import load_checkpoint, save_checkpoint
+from osdp.runtime.checkpoint_files import DOCUMENT
+from osdp.training.checkpointing import Checkpointing, CheckpointSettings
 
 STEP = "step-00000120"
 
@@ -156,9 +160,16 @@ def negative(metadata: Metadata) -> None:
     metadata.state_dict_metadata["model.weight"].chunks[0].offsets = torch.Size([-1, 0])  # type: ignore[union-attr]
 
 
+def half(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata["model.weight"]
+    (rows, columns), *_ = [chunk.sizes for chunk in entry.chunks]  # type: ignore[union-attr]
+    entry.chunks[0].sizes = torch.Size([rows // 2, columns])  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (half, "the boxes of a tensor of size"),
         (beyond_the_folder, "is no file of the checkpoint"),
         (beyond_the_end, "__0_0.distcp ends before byte"),
         (of_another_type, "str instead of TensorStorageMetadata"),
@@ -174,6 +185,67 @@ def test_metadata_that_makes_no_sense_is_refused(
     change(metadata)
     put(tmp_path / STEP, ".metadata", pickle.dumps(metadata))
     with pytest.raises(OsdpError, match=rf"\.metadata is damaged: .*{message}.*; remove"):
+        loaded_small(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("step", -3, "step is -3 but must be a whole number of at least 0"),
+        ("step", "120", "step is '120' but must be a whole number"),
+        ("extra", [1], "extra is .* but must be a table"),
+        ("parameters", {"weight": [1 << 70]}, "but must be"),
+        ("files", {"../../elsewhere": {"bytes": 0, "crc32": 0}}, "files"),
+        ("files", {"__0_0.distcp": {"bytes": 1e300, "crc32": 0}}, "1e\\+300.* but must be a whole number"),
+        ("optimizer", {"kind": "SGD", "groups": [3], "states": {}}, "groups.* is 3 but must be a table"),
+        ("surprise", 1, "unknown field 'surprise'"),
+    ],
+)
+def test_a_document_that_makes_no_sense_is_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+    """Its checksum says that it is whole."""
+    save_small(tmp_path, 120)
+    document = json.loads((tmp_path / STEP / DOCUMENT).read_text())
+    del document["checksum"]
+    document[field] = value
+    checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    (tmp_path / STEP / DOCUMENT).write_text(json.dumps({**document, "checksum": checksum}))
+    with pytest.raises(OsdpError, match=rf"checkpoint.json.*{message}.*; remove") as refusal:
+        loaded_small(tmp_path)
+    assert not isinstance(refusal.value, UsageError)
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale": 0.0}, {"scale": float("nan")}, {"_growth_tracker": "x"}, {"surprise": 1}, {"scale": None}]
+)
+def test_a_gradient_scalers_state_that_makes_no_sense_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """It comes with the run's own words in a checkpoint."""
+    model, optimizer = small(120)
+    scaler = torch.amp.GradScaler("cpu")
+    state = scaler.state_dict()
+    save_checkpoint(tmp_path, model, optimizer, step=120, extra={"gradient scaler": {**state, **change}})
+    settings = CheckpointSettings(tmp_path, resume=True)
+    run = Checkpointing(settings, model, optimizer, identity={}, watch=lambda _: None, scaler=scaler)
+    with pytest.raises(OsdpError, match=r"gradient scaler of .*; remove"):
+        run.resumed()
+    save_checkpoint(tmp_path, model, optimizer, step=121, extra={"gradient scaler": {**state, "scale": 8.0}})
+    assert run.resumed() == 121
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("name", [DOCUMENT, ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("what", ["a pipe", "a device"])
+def test_what_never_ends_is_not_read(what: str, name: str, tmp_path: Path) -> None:
+    """In place of any file of a checkpoint; its document says that it is empty, as its size is."""
+    save_small(tmp_path, 100)
+    save_small(tmp_path, 120)
+    if name != DOCUMENT:
+        put(tmp_path / STEP, name, b"")
+    (tmp_path / STEP / name).unlink()
+    if what == "a pipe":
+        os.mkfifo(tmp_path / STEP / name)
+    else:
+        (tmp_path / STEP / name).symlink_to("/dev/zero")
+    with pytest.raises(OsdpError, match=f"it is {what} and not a file; remove"):
         loaded_small(tmp_path)
 
 

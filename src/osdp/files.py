@@ -19,7 +19,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -43,25 +43,29 @@ _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]+)`(?P<length> of length)?(?: (
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 
 
-def read_file(path: str | os.PathLike[str], *, remedy: str) -> bytes:
-    """The bytes of a regular file of a sane size; pipes, devices and folders are refused and never waited for."""
+def open_regular(path: str | os.PathLike[str], *, remedy: str) -> BinaryIO:
+    """A regular file, open; pipes, devices and folders are refused and never waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        require_regular(path, os.fstat(descriptor), remedy=remedy)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: str | os.PathLike[str], *, remedy: str) -> bytes:
+    """The bytes of a regular file of a sane size."""
+    try:
+        with open_regular(path, remedy=remedy) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_BYTES:
+                raise UsageError(f"{path}: it has {size:,} bytes, and at most {MOST_BYTES:,} are read; {remedy}")
+            return file.read(MOST_BYTES)
     except FileNotFoundError:
         raise UsageError(f"{path}: there is no such file; {remedy}") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise UsageError(f"{path!s:.200}: it cannot be read ({_reason(error)}); {remedy}") from None
-    try:
-        status = os.fstat(descriptor)
-        require_regular(path, status, remedy=remedy)
-        if status.st_size > MOST_BYTES:
-            raise UsageError(f"{path}: it has {status.st_size:,} bytes, and at most {MOST_BYTES:,} are read; {remedy}")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(MOST_BYTES)
-    except OSError as error:
-        raise UsageError(f"{path}: it cannot be read ({_reason(error)}); {remedy}") from None
-    finally:
-        os.close(descriptor)
 
 
 def require_regular(path: str | os.PathLike[str], status: os.stat_result, *, remedy: str) -> None:

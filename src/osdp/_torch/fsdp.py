@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "ReduceScatter",
     "WatchedParam",
     "backward_broke",
+    "clear_unreduced",
     "compute_in_place",
     "drop_gradients",
     "forward_broke",
@@ -193,6 +194,27 @@ def drop_gradients(group: FSDPParamGroup) -> None:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+
+
+def clear_unreduced(group: FSDPParamGroup, cleared: Set[nn.Parameter]) -> None:
+    """Drops what is not reduced of these parameters. The group is reduced all the same: other ranks may do so."""
+    trained = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    dropped = [param for param in trained if param.sharded_param in cleared]
+    if dropped and (group._partial_reduce_output is not None or getattr(group, "partial", None) is not None):
+        if len(dropped) < len(trained):
+            raise UsageError(
+                f"zero_grad() before the last micro-batch clears {len(dropped)} of the {len(trained)} parameters of a"
+                " unit whose gradients are added up in one buffer; clear all of them"
+            )
+        group._partial_reduce_output = None
+        if isinstance(group, ReduceAfterLastCall):
+            group.partial = None
+    for param in dropped:
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+        if isinstance(param, WatchedParam):
+            param.is_zero = param.was_used = False
 
 
 def compute_in_place(group: FSDPParamGroup) -> None:

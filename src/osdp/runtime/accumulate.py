@@ -29,10 +29,12 @@ def accumulate(model: nn.Module, micro_batches: Sequence[T]) -> Iterator[T]:
     try:
         for index, batch in enumerate(micro_batches):
             _complete(applied, index == len(micro_batches) - 1)
+            applied.recovery.place.micro_batch = index
             yield batch
     finally:
         _complete(applied, True)
         applied.recovery.leave()
+        applied.recovery.place.micro_batch = 0
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ from osdp.runtime.larger_layout import find_mesh, model_ranks, remember_ranks
 from osdp.runtime.local import local_tensor
 from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
+from osdp.runtime.place import Place
 from osdp.runtime.recompute import recompute
 from osdp.runtime.recovery import Recovery
 from osdp.runtime.same_inputs import one_tensor_stays_one
@@ -155,7 +156,8 @@ def parallelize(
             _average_over_all(piece, len(ranks), plan.layout.expert)
     if reductions is not None:
         _use_comm_threads(plan, pieces, meshes, reductions)
-    unused = _watch(pieces, meshes, reductions)
+    place = Place()
+    unused = _watch(pieces, meshes, reductions, place)
     _prefetch(plan, pieces, early=engine.gathers_before_waiting)
     on_meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if mesh is not None:
@@ -164,7 +166,7 @@ def parallelize(
     clip_over_meshes(on_meshes, norm=torch_norm, scale=scale_to)
     once = [piece for piece in pieces if piece.unit.gather_once]
     reduce_in_pipeline(_sharded(model), [_sharded(piece.modules[0]) for piece in once])
-    recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused, ranks, _groups(once))
+    recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused, ranks, _groups(once), place)
     model.register_forward_pre_hook(recovery.before_forward, prepend=True)
     model.register_forward_hook(functools.partial(_free_unless_trained, pieces))
     model.register_forward_pre_hook(BatchWatch(plan).before_forward, with_kwargs=True)
@@ -345,17 +347,17 @@ def _buckets(plan: Plan, meshes: Meshes) -> dict[str, Bucket]:
     return found
 
 
-def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None) -> UnusedGradients:
+def _watch(pieces: Sequence[Piece], meshes: Meshes, reductions: Reductions | None, place: Place) -> UnusedGradients:
     """See [Note: Unused]; in a world that is not real there is nobody to ask."""
     units = _groups(pieces)
     finish = reductions.finish if reductions is not None else lambda: None
     if dist.get_backend() == FAKE:
-        return UnusedGradients(units, finish, on_this_rank)
+        return UnusedGradients(units, finish, on_this_rank, place)
     exchange: Exchange = functools.partial(largest_of_all, group=meshes.cpu_group)
     if reductions is not None:
         run = reductions.run
         exchange = lambda used: run(lambda own: largest_of_all(used, own.world))  # noqa: E731
-    return UnusedGradients(units, finish, functools.partial(on_any_rank, exchange=exchange))
+    return UnusedGradients(units, finish, functools.partial(on_any_rank, exchange=exchange), place)
 
 
 def _prefetch(plan: Plan, pieces: Sequence[Piece], *, early: bool) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from osdp.errors import OsdpError, UsageError
-from osdp.runtime.checkpoint_metadata import METADATA
+from osdp.runtime.checkpoint_document import check_document
+from osdp.runtime.checkpoint_metadata import METADATA, open_file
 from osdp.runtime.checkpoint_states import CHECKPOINT_VERSION, difference
 
 DOCUMENT = "checkpoint.json"
@@ -58,7 +59,8 @@ def find(root: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
 def read_document(path: Path) -> dict[str, Any]:
     file = path / DOCUMENT
     try:
-        document = json.loads(file.read_text())
+        with open_file(file, remedy(path)) as stream:
+            document = json.loads(stream.read())
         version, checksum = document["version"], document.pop("checksum")
     except OSError as error:
         raise OsdpError(f"cannot read {file}: {error.strerror}; {remedy(path)}") from None
@@ -71,6 +73,7 @@ def read_document(path: Path) -> dict[str, Any]:
         )
     if checksum != _sum_of(document):
         raise OsdpError(f"{file} is damaged: its checksum is another; {remedy(path)}")
+    check_document(document, remedy=remedy(path))
     return document
 
 
@@ -78,10 +81,10 @@ def check_file(file: Path, *, bytes: int, crc32: int) -> None:
     """Compares a file with the size and the checksum that it was written with."""
     found = 0
     try:
-        size = file.stat().st_size
-        if size != bytes:
-            raise OsdpError(f"{file} is damaged: {size:,} bytes instead of {bytes:,}; {remedy(file.parent)}")
-        with file.open("rb") as stream:
+        with open_file(file, remedy(file.parent)) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != bytes:
+                raise OsdpError(f"{file} is damaged: {size:,} bytes instead of {bytes:,}; {remedy(file.parent)}")
             while chunk := stream.read(_CHUNK_BYTES):
                 found = zlib.crc32(chunk, found)
     except OSError as error:

@@ -9,11 +9,12 @@ checked. Tensors alone are admitted: an entry of bytes would be a pickle of its 
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from osdp.errors import OsdpError
+from osdp.errors import OsdpError, UsageError
+from osdp.files import open_regular
 
 T = TypeVar("T")
 
@@ -61,14 +63,24 @@ class Stored:
     transform_descriptors: None = None
 
 
+def open_file(file: Path, remedy: str) -> BinaryIO:
+    """A file of a checkpoint; a pipe or a device in its place is damage, and is never waited for."""
+    try:
+        return open_regular(file, remedy=remedy)
+    except UsageError as error:
+        raise OsdpError(str(error)) from None
+
+
 def read_metadata(path: Path, files: Mapping[str, Mapping[str, int]], remedy: str) -> Metadata:
     """The metadata of the checkpoint at `path`, whose files have the given sizes; `remedy` says what to do if not."""
     file = path / METADATA
     try:
-        with file.open("rb") as stream:
+        with open_file(file, remedy) as stream:
             return _metadata(_Records(stream).load(), files)
     except OSError as error:
         raise OsdpError(f"cannot read {file}: {error.strerror}; {remedy}") from None
+    except OsdpError:
+        raise
     except _Forbidden as error:
         raise OsdpError(f"{file} names {error}, which no checkpoint has, and could run code: {remedy}") from None
     except Exception as error:  # whatever a damaged pickle meets
@@ -121,10 +133,15 @@ def _tensor(record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     dtype, *_ = _of(tuple, _state(fields["properties"], "TensorProperties"))
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in _of(list, fields["chunks"])]
+    size, boxes = _size(fields["size"]), [(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size):
+        raise ValueError(
+            f"the boxes of a tensor of size {list(size)} are not all of it"
+        )  # the rest would stay as it is
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=_of(torch.dtype, dtype)),
-        size=_size(fields["size"]),
-        chunks=[ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+        size=size,
+        chunks=[ChunkStorageMetadata(offsets, sizes) for offsets, sizes in boxes],
     )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.runtime.larger_layout import ranks_of
 from osdp.runtime.local import local_tensor
+from osdp.runtime.recovery import shards_of
 
 PIECE = 4096  # elements
 
@@ -31,7 +32,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     of one stage of a pipeline, where all ranks of all stages call it. One all-reduce of a single number adds up every
     rank's part; what R ranks hold alike counts 1/R on each. Returns the norm before clipping, equal on all ranks.
     """
-    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    tensors = shards_of([parameters] if isinstance(parameters, Tensor) else parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
     norm = total_norm(grads, norm_type)
     scale_to(grads, max_norm, norm)

@@ -21,14 +21,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct, field
 from torch import nn
 from torch.optim import Optimizer
 
 import osdp
 from osdp.errors import OsdpError, UsageError
+from osdp.files import convert
 from osdp.runtime.checkpoint import Saving
 from osdp.training.world import World
 
@@ -84,6 +86,17 @@ class CheckpointSettings:
 
 
 _SCALER = "gradient scaler"
+_Factor = Annotated[float, Meta(gt=0, le=1e15)]
+
+
+class ScalerState(Struct):
+    """What torch's gradient scaler gives as its state."""
+
+    scale: Annotated[float, Meta(gt=0, le=3e38)]
+    growth_factor: _Factor
+    backoff_factor: _Factor
+    growth_interval: Annotated[int, Meta(ge=1, le=1 << 60)]
+    growth_tracker: Annotated[int, Meta(ge=0, le=1 << 60)] = field(name="_growth_tracker")
 
 
 @contextlib.contextmanager
@@ -136,9 +149,16 @@ class Checkpointing:
                     "give the same, or choose another --checkpoint folder"
                 )
         if self._scaler.is_enabled():
-            self._scaler.load_state_dict(dict(found.extra.get(_SCALER) or self._scaler.state_dict()))
+            self._load_scaler(found.extra.get(_SCALER) or self._scaler.state_dict(), found.path)
         self._last = found.step
         return found.step
+
+    def _load_scaler(self, state: Any, path: Path) -> None:
+        try:
+            convert(ScalerState, state, name=f"the gradient scaler of {path}", remedy=f"remove {path}")
+        except UsageError as error:  # its checksum is right: it was not written by osdp
+            raise OsdpError(str(error)) from None
+        self._scaler.load_state_dict(dict(state))
 
     def due(self, step: int) -> bool:
         return self.keeping.every > 0 and step % self.keeping.every == 0
