@@ -121,3 +121,5 @@ def test_a_difference_has_units_that_change_alike_together(plan: Plan) -> None:
     assert [each.name for each in found.settings] == ["micro-batch", "global batch"]
     assert (found.figures[0].before, found.figures[0].after) == (32.0, 64.0)
     assert plan_difference(plan, plan).runs_alike
+    for change in ({"compiled": True}, {"loss_chunks": 8}):
+        assert not plan_difference(plan, replace(plan, **change)).runs_alike

@@ -70,6 +70,9 @@ def _settings(before: Plan, after: Plan) -> Iterator[Setting]:
         "precision": lambda plan: plan.precision,
         "gradients reduced in": lambda plan: plan.reduce_dtype,
         "optimizer": lambda plan: plan.optimizer,
+        "blocks": lambda plan: "compiled" if plan.compiled else "eager",
+        "chunks of the loss": lambda plan: plan.loss_chunks,
+        "layout": lambda plan: plan.layout if plan.layout.is_larger else "data parallelism alone",
         "micro-batch": lambda plan: plan.batch_size,
         "accumulation": lambda plan: plan.accumulation,
         "global batch": lambda plan: plan.global_batch,
@@ -119,7 +122,7 @@ def _held(unit: PlanUnit | None) -> str:
     words += [unit.recompute.words] if unit.recompute else []
     words += [text for given, text in _FLAGS.items() if getattr(unit, given)]
     words += [f"reduced with {unit.reduced_with}"] if unit.reduced_with is not None else []
-    words += ["two gathered ahead"] if unit.prefetch > 1 else []
+    words += ["prefetch of two"] if unit.prefetch > 1 else []
     return ", ".join(words)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,6 +12,7 @@ from osdp.errors import DoesNotFit
 from osdp.planfile import NO_LAYOUT, Baseline, Certificate, OuterLayout, Plan, PlanUnit
 from osdp.recompute import Recompute
 from osdp.report.grouping import below, label_of, merged
+from osdp.report.numbers import format_count
 from osdp.sharding import MODES, REPLICATE
 
 
@@ -235,11 +236,24 @@ def host_sentence(host: HostMemory) -> str:
     )
 
 
+def settings_sentence(page: PlanPage) -> str:
+    """The model's size, and how it is trained."""
+    frozen = page.trained is not None and page.trained < page.parameters
+    trained = f", {format_count(page.trained or 0)} of them trained" if frozen else ""
+    length = "" if page.seq_len is None else f", {page.seq_len} tokens a sample"
+    chunks = f", loss in {page.loss_chunks} chunks" if page.loss_chunks > 1 else ""
+    return (
+        f"{format_count(page.parameters)} parameters{trained}{length}; {page.precision}, gradients reduced in"
+        f" {page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}{chunks}"
+    )
+
+
 BASES = {
     MEASURED: "speeds: measured on these devices",
     CALIBRATED: "speeds: calibrated on published runs on such devices",
     DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
 }
+SAME = 1.0005
 WORTH_IT = 1.02  # times the best baseline: below that a plan gains little
 
 
@@ -258,6 +272,8 @@ def gain_sentence(page: PlanPage) -> str:
     ratio = best.ratio or 0.0
     if ratio >= WORTH_IT:
         return f"{ratio:.2f} times the best baseline, {name}"
+    if ratio < SAME:
+        return f"{name} is as fast: a plan gains nothing here"
     return f"{name} is as fast within {100 * max(ratio - 1, 0.0):.1f} %: a plan is hardly worth it here"
 
 
@@ -270,6 +286,48 @@ def unused_sentence(page: PlanPage) -> str:
         return ""
     more = f" and {len(page.unused) - SHOWN_NAMES} more" if len(page.unused) > SHOWN_NAMES else ""
     return f"the loss does not depend on {', '.join(page.unused[:SHOWN_NAMES])}{more}: stored, and not trained"
+
+
+SHOWN_PLACES = 4
+# What a unit does beyond its mode, in words: when it is gathered and reduced, and over which groups.
+_UNIT_NOTES: tuple[tuple[Callable[[UnitRow], bool], str], ...] = (
+    (lambda unit: unit.reduce_once, "gradients reduced once a step, by the last micro-batch"),
+    (
+        lambda unit: unit.all_reduce_once,
+        "gradients reduced in the node by each micro-batch, and across nodes once a step",
+    ),
+    (lambda unit: unit.gather_once, "gathered once a step, by the first micro-batch, and freed by the last"),
+    (lambda unit: unit.two_levels, "two levels (collectives across nodes, then in each node)"),
+    (lambda unit: unit.prefetch > 1, "prefetch of two units instead of one"),
+)
+
+
+def unit_notes(page: PlanPage) -> tuple[str, ...]:
+    """What units do beyond their mode, a sentence each with the units that do it."""
+    notes = [
+        f"{text}: {_places(page, does)}"
+        for does, text in _UNIT_NOTES
+        if any(does(unit) for group in page.groups for unit in group.units)
+    ]
+    if page.buckets:
+        joined = "one all-reduce" if len(page.buckets) == 1 else f"{len(page.buckets)} all-reduces"
+        notes.append(f"{sum(page.buckets)} replicated units are reduced in {joined}")
+    if any(group.recompute is Recompute.ON_HOST for group in page.groups):
+        notes.append("recompute host: in full, and the block's input is on the host until then")
+    return tuple(notes)
+
+
+def _places(page: PlanPage, does: Callable[[UnitRow], bool]) -> str:
+    found, all_units = [], True
+    for group in page.groups:
+        mine = [unit for unit in group.units if does(unit)]
+        all_units &= len(mine) == len(group.units)
+        if len(mine) == len(group.units):
+            found.append(group.label or "the whole model")
+        elif mine:
+            found.append(f"{', '.join(unit.name or 'the rest' for unit in mine)} of {group.label}")
+    more = [f"{len(found) - SHOWN_PLACES} more rows"] if len(found) > SHOWN_PLACES else []
+    return "all units" if all_units else "; ".join([*found[:SHOWN_PLACES], *more])
 
 
 def misfit_page(error: DoesNotFit) -> MisfitPage:

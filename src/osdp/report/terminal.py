@@ -11,7 +11,6 @@ from rich.text import Text
 
 from osdp.cluster import format_bytes
 from osdp.cluster.device import CALIBRATED
-from osdp.recompute import Recompute
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
@@ -27,6 +26,8 @@ from osdp.report.page import (
     UnitRow,
     gain_sentence,
     host_sentence,
+    settings_sentence,
+    unit_notes,
     unused_sentence,
 )
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
@@ -48,16 +49,8 @@ def print_plan(page: PlanPage, out: Console) -> None:
 
 
 def _print_headline(page: PlanPage, out: Console) -> None:
-    length = "" if page.seq_len is None else f", {page.seq_len} tokens a sample"
     print_heading(out, f"{page.model} on {page.cluster}")
-    frozen = page.trained is not None and page.trained < page.parameters
-    trained = f", {format_count(page.trained or 0)} of them trained" if frozen else ""
-    print_line(
-        out,
-        f"{format_count(page.parameters)} parameters{trained}{length}; {page.precision}, gradients reduced in "
-        f"{page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}"
-        f"{f', loss in {page.loss_chunks} chunks' if page.loss_chunks > 1 else ''}",
-    )
+    print_line(out, settings_sentence(page))
     if page.layout.is_larger:
         print_line(out, layout_sentence(page))
     tokens = "" if page.tokens_per_second is None else f"   {format_rate(page.tokens_per_second)} tokens/s"
@@ -146,17 +139,8 @@ def _print_groups(page: PlanPage, out: Console) -> None:
     for group in page.groups:
         _add_group(table, group)
     out.print(indented(table))
-    if any(unit.reduce_once for group in page.groups for unit in group.units):
-        print_line(out, "* gradients are reduced once a step, after the last micro-batch")
-    if any(unit.all_reduce_once for group in page.groups for unit in group.units):
-        print_line(out, "** gradients are all-reduced across nodes once a step, and reduced in the node before")
-    if page.buckets:
-        joined = "one all-reduce" if len(page.buckets) == 1 else f"{len(page.buckets)} all-reduces"
-        print_line(out, f"{sum(page.buckets)} replicated units are reduced in {joined}")
-    if any(group.recompute is Recompute.ON_HOST for group in page.groups):
-        print_line(out, "recompute host: in full, and the block's input is on the host until then")
-    if any(unit.gather_once for group in page.groups for unit in group.units):
-        print_line(out, "gathered once: by the first micro-batch of a step, and freed by the last")
+    for note in unit_notes(page):
+        print_line(out, note)
 
 
 def _add_group(table: Table, group: Group) -> None:
@@ -166,17 +150,13 @@ def _add_group(table: Table, group: Group) -> None:
         unit = group.units[0]
         table.add_row(group.label or "the whole model", _mode(unit), _slices(unit), recompute, total)
         return
-    ahead = "two gathered ahead" if any(unit.prefetch > 1 for unit in group.units) else ""
-    table.add_row(group.label, ahead, "", recompute, total)
+    table.add_row(group.label, "", "", recompute, total)
     for unit in group.units:
         table.add_row(f"  {unit.name or 'the rest'}", _mode(unit), _slices(unit), "", format_count(unit.parameters))
 
 
 def _mode(unit: UnitRow) -> str:
-    mark = "*" if unit.reduce_once else "**" if unit.all_reduce_once else ""
-    stays = ", gathered once" if unit.gather_once else ""
-    levels = ", two levels" if unit.two_levels else ""
-    return unit.mode + mark + stays + levels + (", on the host" if unit.offload else "")
+    return unit.mode + (", on the host" if unit.offload else "")
 
 
 def _slices(unit: UnitRow) -> str:
@@ -207,10 +187,11 @@ def _print_baselines(page: PlanPage, out: Console) -> None:
 def _print_certificate(page: PlanPage, out: Console) -> None:
     proof = page.certificate
     print_heading(out, "Proof")
+    ended = "; the search ended at its time limit" if proof.status == "time limit" else ""
     print_line(
         out,
-        f"{proof.status}: no plan of the searched space exceeds {format_rate(proof.bound)} samples/s "
-        f"(gap {100 * proof.gap:.2f} %)",
+        f"no plan of the searched space exceeds {format_rate(proof.bound)} samples/s (gap {100 * proof.gap:.2f} %)"
+        f"{ended}",
     )
     if page.buckets:
         print_line(out, "that is with every unit reduced by itself: joining reductions is a rule beyond the proof")
@@ -224,7 +205,8 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
     if page.host is not None:
         print_line(out, "among plans that use the host's memory, as none without it fits")
     found = f"{proof.options} options, {proof.nodes} branch-and-bound nodes, in {format_seconds(proof.seconds)}"
-    print_line(out, f"{sizes}, {found}")
+    searched = f"{sizes} searched" if proof.batches_searched else "no batch size searched beyond its bounds"
+    print_line(out, f"{searched}, {found}")
 
 
 # ---- nothing fits
@@ -247,7 +229,7 @@ def print_misfit(page: MisfitPage, out: Console) -> None:
         table.add_row(
             row.change,
             format_bytes(row.peak_bytes),
-            format_bytes(row.saved_bytes),
+            format_bytes(row.saved_bytes) if row.saved_bytes else EMPTY,
             _verdict(row),
         )
     out.print(indented(table))
