@@ -121,7 +121,8 @@ def _notes(plan: Plan, left: Degraded, target: str) -> list[str]:
         f"{plan.model.name} on {plan.cluster.label}, as osdp export --to {target} writes it.",
         f"The plan: {before.samples_per_second:.4g} samples/s predicted,"
         f" {format_bytes(before.peak_bytes)} of {format_bytes(before.limit_bytes)}.",
-        f"It is for {plan.optimizer}, with parameters in {_stored(plan)} when the model is built.",
+        f"It is for {plan.optimizer}, with parameters in {_stored(plan)} when the model is built"
+        f"{', and fp16 needs a gradient scaler' if plan.precision == 'fp16' else ''}.",
     ]
     if not left.lost:
         lines.append(f"{target} can express all of it.")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console, JustifyMethod
-from rich.table import Table
 from rich.text import Text
 
 from osdp.cluster import format_bytes
@@ -133,26 +132,28 @@ def _print_groups(page: PlanPage, out: Console) -> None:
     print_heading(out, "Plan")
     held = ", ".join(f"{part.name} {format_share(part.share)}" for part in page.held)
     print_line(out, f"parameters by mode: {held}")
-    table = make_table(
-        *(("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left"), ("parameters", "right"))
-    )
-    for group in page.groups:
-        _add_group(table, group)
+    rows = [row for group in page.groups for row in _unit_rows(group)]
+    in_slices = any(row[2] not in ("", EMPTY) for row in rows)  # without slices, names have more room
+    columns = (("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left"), ("parameters", "right"))
+    shown = [index for index in range(len(columns)) if in_slices or index != 2]
+    table = make_table(*(columns[index] for index in shown))
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
     out.print(indented(table))
     for note in unit_notes(page):
         print_line(out, note)
 
 
-def _add_group(table: Table, group: Group) -> None:
+def _unit_rows(group: Group) -> Iterator[tuple[str, str, str, str, str]]:
     recompute = group.recompute.value if group.recompute else EMPTY
     total = format_count(group.parameters) + (" each" if len(group.names) > 1 else "")
     if len(group.units) == 1 and group.units[0].name in ("", *group.names):
         unit = group.units[0]
-        table.add_row(group.label or "the whole model", _mode(unit), _slices(unit), recompute, total)
+        yield group.label or "the whole model", _mode(unit), _slices(unit), recompute, total
         return
-    table.add_row(group.label, "", "", recompute, total)
+    yield group.label, "", "", recompute, total
     for unit in group.units:
-        table.add_row(f"  {unit.name or 'the rest'}", _mode(unit), _slices(unit), "", format_count(unit.parameters))
+        yield f"  {unit.name or 'the rest'}", _mode(unit), _slices(unit), "", format_count(unit.parameters)
 
 
 def _mode(unit: UnitRow) -> str:
