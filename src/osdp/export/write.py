@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,6 +55,7 @@ CHANGES: Mapping[str, Sequence[Change]] = {
     "torchtitan": _EVERY_MICRO_BATCH,
 }
 TARGETS = tuple(CHANGES)
+WIDTH = 96  # of a line of the head, without its mark
 # Changes after which the model has to be traced anew: it computes something else.
 _RETRACED = (degrade.without_chunked_loss, degrade.without_compile)
 
@@ -90,7 +92,8 @@ def export(plan: Plan, graph: ModelGraph, model: nn.Module, *, target: str) -> E
     ways = [degraded(plan, graph, changes) for changes in _ways(target, model)]
     left = max(ways, key=lambda way: (way.fits, way.samples_per_second))
     notes = tuple(_notes(plan, left, target))
-    head = "\n".join(f"# {line}".rstrip() for line in notes)
+    lines = [line for note in notes for line in textwrap.wrap(note, WIDTH, subsequent_indent="    ")]
+    head = "\n".join(f"# {line}" for line in lines)
     write = {
         "fsdp2": fsdp2_text,
         "lightning": lightning_text,
