@@ -246,7 +246,7 @@ def _verdict(row: RemedyRow) -> str:
 
 
 _TALLY_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
-    *(("node", "left"), ("group", "left"), ("count", "right")),
+    *(("kind", "left"), ("group", "left"), ("count", "right")),
     *(("amount", "right"), ("time", "right")),
 )
 
@@ -265,7 +265,7 @@ def print_graph(page: GraphPage, out: Console) -> None:
             table.add_row(row.label if index == 0 else "", *_tally_cells(tally))
     if table is not None:
         out.print(indented(table))
-    print_heading(out, f"Whole step, {page.nodes} nodes")
+    print_heading(out, f"Whole step, {page.nodes} operations")
     table = make_table(*_TALLY_COLUMNS)
     for tally in page.totals:
         table.add_row(*_tally_cells(tally))
