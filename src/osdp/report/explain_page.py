@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 
 from osdp.cluster import format_bytes
 from osdp.report.explanation import Alternative, Explained, Explanation, Price
@@ -37,7 +37,7 @@ def _print_explained(each: Explained, found: Explanation, out: Console) -> None:
     print_heading(out, each.name)
     print_line(out, f"{each.sentence}, with all else as planned")
     deep = any(way.prefetch > 1 for way in each.alternatives)
-    ahead = [("prefetch", "right")] if deep else []
+    ahead: list[tuple[str, JustifyMethod]] = [("prefetch", "right")] if deep else []
     table = make_table(
         *(("mode", "left"), ("gathered", "left"), *ahead, ("recompute", "left")),
         *(("step", "right"), ("peak", "right"), ("fits", "left")),

@@ -134,7 +134,10 @@ def _print_groups(page: PlanPage, out: Console) -> None:
     print_line(out, f"parameters by mode: {held}")
     rows = [row for group in page.groups for row in _unit_rows(group)]
     in_slices = any(row[2] not in ("", EMPTY) for row in rows)  # without slices, names have more room
-    columns = (("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left"), ("parameters", "right"))
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
+        *(("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left")),
+        ("parameters", "right"),
+    )
     shown = [index for index in range(len(columns)) if in_slices or index != 2]
     table = make_table(*(columns[index] for index in shown))
     for row in rows:
