@@ -18,9 +18,10 @@ from osdp.report.catalogue import device_rows, model_rows
 from osdp.report.graph_page import GraphPage, Tally, graph_page
 from osdp.report.grouping import below, label_of
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
-from osdp.report.page import Part, RemedyRow, UnitRow, grouped, held_shares, misfit_page, plan_page, unit_notes
+from osdp.report.page import Part, RemedyRow, UnitRow, grouped, held_shares, misfit_page, plan_page
 from osdp.report.printing import console
 from osdp.report.terminal import print_devices, print_graph, print_misfit, print_models, print_plan
+from osdp.report.unit_notes import unit_notes
 
 GIB = 1024**3
 MakeUnit = Callable[..., PlanUnit]

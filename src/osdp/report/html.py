@@ -24,12 +24,12 @@ from osdp.report.page import (
     host_sentence,
     plan_page,
     settings_sentence,
-    unit_notes,
     unused_sentence,
     way_name,
 )
 from osdp.report.report_page import RateCurve, ReportPage, StageBox
 from osdp.report.step_picture import STACKED, StepPicture
+from osdp.report.unit_notes import unit_notes
 
 LEVELS = 1 << 19  # into which the highest bar of a memory curve is divided: finer than any screen
 MODES = (

@@ -26,10 +26,10 @@ from osdp.report.page import (
     gain_sentence,
     host_sentence,
     settings_sentence,
-    unit_notes,
     unused_sentence,
 )
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
+from osdp.report.unit_notes import unit_notes
 
 BAR_WIDTH = 30
 
