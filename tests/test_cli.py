@@ -155,6 +155,7 @@ def test_the_help_of_plan_explains_every_mode(capsys: pytest.CaptureFixture[str]
     [
         (("--memory", "-3GiB"), "less than one byte; give a positive size"),
         (("--memory", "0"), "less than one byte; give a positive size"),
+        (("--memory", "16"), "memory size '16' has no unit; write it as '16GiB'"),
         (("--memory", "16G"), "unknown unit; use B, KiB"),
         (("--batch", "0"), "--batch: 0 is below 1; give a whole number of at least 1"),
         (("--batch", "-4"), "--batch: -4 is below 1"),
@@ -168,6 +169,8 @@ def test_the_help_of_plan_explains_every_mode(capsys: pytest.CaptureFixture[str]
         (("--modes", "keep,hold"), "unknown mode 'hold'; the modes are"),
         (("--modes", ""), "unknown mode ''"),
         (("--precision", "fp8"), "invalid choice: 'fp8'"),
+        (("--precision", "pure-bf"), "did you mean pure-bf16?"),
+        (("--stage", "1", "--quiet"), "stage 1 needs the stages of a pipeline; give --pipeline too"),
         (("-o", "absent/plan.json"), "the folder of 'absent/plan.json' does not exist; create it"),
         (("-o", "."), "'.' is a folder; give the path of a file"),
         (("--cluster", "8xA999"), "'A999' is not in the catalogue"),

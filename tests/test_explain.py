@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from functools import cache
@@ -23,8 +24,11 @@ from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.planfile import Plan
 from osdp.planning import plan_graph
-from osdp.report.difference import UnitChange, plan_difference
-from osdp.report.explanation import Explanation, bindings, explanation
+from osdp.recompute import Recompute
+from osdp.report.difference import UnitChange, plan_difference, print_difference
+from osdp.report.explain_page import MOST_SHOWN, print_explanation
+from osdp.report.explanation import Alternative, Explained, Explanation, bindings, explanation
+from osdp.report.printing import console
 from osdp.sharding import MODES
 
 
@@ -110,6 +114,27 @@ def test_the_commands_print_and_refuse(tiny_plan: Path, tmp_path: Path, capsys: 
     assert other.batch_size == 3
 
 
+def test_what_is_printed_is_readable_at_80_columns(plan: Plan) -> None:
+    long = "bert.encoder.layer.0.attention.output"
+    before = replace(plan, units=tuple(replace(unit, name=f"{long}.{unit.name}") for unit in plan.units))
+    units = tuple(replace(unit, mode="keep_in_node", gather_once=True, prefetch=2) for unit in before.units)
+    out = console(io.StringIO())
+    out.width = 80
+    print_difference(plan_difference(before, replace(before, units=units)), ("before", "after"), out)
+    ways = [
+        Alternative("keep_in_node", "operators", Recompute.SELECTIVE, 1, 1.0 + n / 100, 20 << 30, n % 2 == 0, n == 0, 2)
+        for n in range(40)
+    ]
+    found = Explanation("m", "c", 1.0, 1.0, 1, 2, 1.0, (), (), (), (Explained("h.0", ("h.0",), tuple(ways)),))
+    print_explanation(found, out)
+    lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    assert any(long in line for line in lines) and any("after   keep_in_node" in line for line in lines)
+    rows = [line for line in lines if line.startswith("  keep_in_node")]
+    assert len(rows) == 1 + 2 * MOST_SHOWN and all("operators" in row and "selective" in row for row in rows)
+    assert "  23 slower ones are in --json" in [line.rstrip() for line in lines]
+
+
 def test_a_difference_has_units_that_change_alike_together(plan: Plan) -> None:
     units = [replace(unit, mode="keep") if unit.name.endswith(".mlp") else unit for unit in plan.units]
     faster = replace(plan.predicted, samples_per_second=64.0)
@@ -121,3 +146,5 @@ def test_a_difference_has_units_that_change_alike_together(plan: Plan) -> None:
     assert [each.name for each in found.settings] == ["micro-batch", "global batch"]
     assert (found.figures[0].before, found.figures[0].after) == (32.0, 64.0)
     assert plan_difference(plan, plan).runs_alike
+    for change in ({"compiled": True}, {"loss_chunks": 8}):
+        assert not plan_difference(plan, replace(plan, **change)).runs_alike

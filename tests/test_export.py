@@ -33,16 +33,21 @@ from frameworks import (
 from planned import plan_by_hand
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import osdp
 from osdp.cluster import Cluster
+from osdp.cost.graph import step_graph_of
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import UsageError
-from osdp.export import TARGETS, export
+from osdp.export import TARGETS, export, traced_for
+from osdp.export.degrade import blocks_in
 from osdp.model.capture import capture
 from osdp.planfile import Plan
 from osdp.planning import plan_graph
+from osdp.recompute import Recompute
+from osdp.runtime.dryrun import fake_world
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, REPLICATE
 
 # Executed by the packages
@@ -298,7 +303,7 @@ def test_two_units_ahead_are_in_plain_fsdp2_and_said_to_be_lost_elsewhere() -> N
         last: [first, first + 1],
     }
     assert any(
-        "none of its gathers two units ahead" in line
+        "prefetches one unit instead of two" in line
         for line in export(plan, graph, model, target="transformers").degraded.lost
     )
 
@@ -320,6 +325,61 @@ def test_what_is_left_is_priced_by_the_same_model(target: str) -> None:
     if not left.lost:
         assert left.samples_per_second == pytest.approx(plan.predicted.samples_per_second)
         assert left.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_accelerate_is_said_to_keep_what_follows_the_blocks() -> None:
+    graph, model = graph_of("llama"), tiny("llama").build_on_meta()
+    plan = plan_by_hand(graph, "8", modes=(FREE,), device="L4")
+    peak = step_graph_of(plan, graph).timeline().peak_bytes
+    tight = replace(plan, predicted=replace(plan.predicted, limit_bytes=peak))  # blocks that are kept do not fit
+    left = export(tight, graph, model, target="accelerate").degraded
+    modes = {unit.name: unit.mode for unit in left.plan.units}
+    kept = [name for name, mode in modes.items() if mode == KEEP]
+    assert left.lost == (
+        "a mode for each unit: all blocks are free, and Accelerate keeps model.norm, lm_head from forward to backward;"
+        " 2 units differ from the plan",
+    )
+    assert kept == ["model.norm", "lm_head"] and modes["model.embed_tokens"] == FREE
+    # what has no input embeddings is the root's, with all else outside blocks
+    rooted = blocks_in(FREE, as_blocks=None)(plan)[0]
+    assert [unit.name for unit in rooted.units if unit.mode == KEEP] == ["model.embed_tokens", *kept]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own imports
+def test_compiled_blocks_are_in_plain_fsdp2_and_said_to_be_lost_elsewhere() -> None:
+    graph, model = graph_of("llama"), tiny("llama").build_on_meta()
+    selective, full = (Recompute.SELECTIVE, Recompute.FULL)
+    plan = replace(plan_by_hand(graph, "4", modes=(FREE,), recompute=(selective, full)), compiled=True)
+    assert traced_for(plan, "fsdp2").compiled and not traced_for(plan, "accelerate").compiled
+    made = export(plan, graph, model, target="fsdp2")
+    assert not made.degraded.lost
+    with fake_world(4):
+        found = run_text(made.text)
+        sharded = found["parallelize"](model, "cpu")
+    assert found["COMPILED"] == ["model.layers.0", "model.layers.1"]
+    inner, outer = (block.forward for block in sharded.model.layers)
+    selectively = inner._torchdynamo_orig_callable.__closure__[0].cell_contents  # dynamo wraps what is no function
+    assert selectively.func is checkpoint  # torch's partitioner sees what is recomputed selectively
+    assert outer.func is checkpoint and hasattr(outer.args[0], "_torchdynamo_orig_callable")
+    lost = export(plan, graph, model, target="transformers").degraded.lost
+    assert "compiled blocks: they run eager" in lost
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_loss_in_chunks_is_said_to_be_lost(target: str) -> None:
+    plan = replace(plan_by_hand(graph_of("llama"), "4", modes=(FREE,)), loss_chunks=8)
+    assert traced_for(plan, target).loss_chunks == 1
+    made = export(plan, graph_of("llama"), tiny("llama").build_on_meta(), target=target)
+    assert any("the loss in 8 chunks" in line for line in made.degraded.lost)
+
+
+def test_parameters_are_stored_as_the_plan_says() -> None:
+    for precision, dtype in (("bf16", "float32"), ("pure-bf16", "bfloat16")):
+        plan = replace(plan_by_hand(graph_of("llama"), "4", modes=(FREE,)), precision=precision)
+        assert (
+            f'dtype="{dtype}"'
+            in export(plan, graph_of("llama"), tiny("llama").build_on_meta(), target="transformers").text
+        )
 
 
 def test_where_the_rest_does_not_fit_the_micro_batch_is_smaller() -> None:

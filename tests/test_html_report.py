@@ -27,8 +27,10 @@ from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.planfile import Plan
 from osdp.planning import plan_graph
+from osdp.recompute import Recompute
 from osdp.report.html import report_html
 from osdp.report.measurements import Measurement, read_measurements
+from osdp.report.page import HostMemory
 from osdp.report.report_page import THE_PLAN, ReportPage, proof_sentence, report_page
 
 MEASURED = (Measurement("osdp train, 9 steps", 0.5, 1 << 20), Measurement("osdp verify, a dry run", None, 1 << 21))
@@ -233,6 +235,34 @@ def test_every_control_has_a_name(browser: Browser, address: str) -> None:
     )
     assert nameless == 0
     assert browser.value("document.documentElement.lang") == "en"
+
+
+def test_what_is_on_the_host_and_what_a_unit_does_once_a_step_are_said(browser: Browser, tmp_path: Path) -> None:
+    found = page()
+    at = next(index for index, stage in enumerate(found.stages) if stage.is_block)
+    stages = list(found.stages)
+    first = stages[at].units[0]
+    joined = replace(first, unit=replace(first.unit, reduced_with="norm"))
+    stages[at] = replace(stages[at], recompute=Recompute.ON_HOST, units=(joined, *stages[at].units[1:]))
+    host = HostMemory(1 << 30, 2 << 30, 4 << 30, 0.25, is_assumed=True, blocks=1)
+    groups = tuple(
+        replace(group, units=tuple(replace(unit, gather_once=True) for unit in group.units))
+        for group in found.plan.groups
+    )
+    file = tmp_path / "host.html"
+    file.write_text(
+        report_html(replace(found, stages=tuple(stages), plan=replace(found.plan, host=host, groups=groups)))
+    )
+    browser.open(file.as_uri())
+    assert "1.0 GiB" in browser.value("document.querySelector('.tiles').innerText")
+    words = browser.value("document.body.innerText")
+    assert "the input of 1 block are on the host" in words
+    assert "gathered once a step, by the first micro-batch, and freed by the last: all units" in words
+    assert browser.value("document.querySelectorAll('#strip button')[arguments[0]].textContent", at) == "↑"
+    browser.value("document.querySelectorAll('#strip button')[arguments[0]].focus()", at)
+    detail = browser.value("document.getElementById('detail').innerText")
+    assert "its input is on the host until then" in detail and "reduced with norm" in detail
+    assert browser.console == []
 
 
 # ---- the command

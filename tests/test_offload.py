@@ -29,7 +29,7 @@ from trained import Trained, same, train
 
 import osdp
 from osdp._torch import FakeTensorMode, fake_store
-from osdp.cluster import Cluster
+from osdp.cluster import Cluster, format_bytes
 from osdp.cost.graph import StepGraph, step_graph, step_graph_of
 from osdp.cost.offload import pinned_bytes
 from osdp.cost.tables import Rules, Tables
@@ -148,6 +148,12 @@ def test_the_host_is_used_where_nothing_fits_without_it_and_nowhere_else() -> No
     poor = replace(tight, host_memory_bytes=1)
     with pytest.raises(DoesNotFit):
         plan_graph(graph, poor, training, Rules(), batch=1, else_on_host=True)
+    scarce = replace(tight, host_memory_bytes=found.predicted.host_peak_bytes // 3)
+    with pytest.raises(DoesNotFit) as little:
+        plan_graph(graph, scarce, training, Rules(), batch=1, else_on_host=True)
+    enough = format_bytes(2 * scarce.host_total_bytes)
+    changes = {remedy.change: remedy.peak_bytes for remedy in little.value.remedies}
+    assert changes[f"{enough} of memory on each node's host (--host-memory)"] <= tight.limit_bytes
 
 
 def test_a_plan_that_cannot_be_held_on_the_host_is_refused() -> None:

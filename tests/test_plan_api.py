@@ -242,7 +242,7 @@ def test_a_pinned_plan_is_not_faster() -> None:
     ("pin", "why"),
     [
         (["tokens=keep", "tokens=free"], "pinned to both keep and free"),
-        ({"blocks.0.qkv": KEEP, "blocks.0.*": FREE}, "the pins leave no way to hold blocks.0"),
+        ({"blocks.0.qkv": KEEP, "blocks.0.*": FREE}, "the pins leave blocks.0 no mode that is allowed; drop one"),
         (["layers.*=keep"], r"pin 'layers.\*' matches no operator"),
         (["tokens=offload"], "the modes are"),
         ({"tokens": "offload"}, "cannot pin 'tokens' to 'offload'"),

@@ -21,6 +21,7 @@ from osdp.report.numbers import format_count, format_flops, format_rate, format_
 from osdp.report.page import Part, RemedyRow, UnitRow, grouped, held_shares, misfit_page, plan_page
 from osdp.report.printing import console
 from osdp.report.terminal import print_devices, print_graph, print_misfit, print_models, print_plan
+from osdp.report.unit_notes import unit_notes
 
 GIB = 1024**3
 MakeUnit = Callable[..., PlanUnit]
@@ -304,6 +305,34 @@ def test_the_plans_page_says_what_matters(plan: Plan) -> None:
         "no plan of the searched space exceeds 32.0 samples/s (gap 0.00 %)",
     ):
         assert text in words
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"reduce_once": True}, "gradients reduced once a step, by the last micro-batch: embed"),
+        ({"gather_once": True}, "gathered once a step, by the first micro-batch, and freed by the last: embed"),
+        ({"prefetch": 2}, "prefetch of two units instead of one: embed"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_a_unit_does_beyond_its_mode_is_a_sentence_with_its_name(
+    plan: Plan, change: dict[str, Any], sentence: str
+) -> None:
+    changed = replace(plan, units=tuple(replace(u, **change) if u.name == "embed" else u for u in plan.units))
+    assert sentence in unit_notes(plan_page(changed))
+    assert sentence in " ".join(_printed(print_plan, plan_page(changed)).split())
+    every = replace(plan, units=tuple(replace(unit, **change) for unit in plan.units))
+    assert sentence.replace("embed", "all units") in unit_notes(plan_page(every))
+    inside = replace(plan, units=tuple(replace(u, **change) if u.name == "blocks.0.mlp" else u for u in plan.units))
+    assert sentence.replace("embed", "mlp of blocks.0") in unit_notes(plan_page(inside))
+
+
+def test_a_search_that_its_time_limit_ended_says_so(plan: Plan) -> None:
+    late = replace(plan, certificate=replace(plan.certificate, status="time limit", batches_searched=0))
+    words = " ".join(_printed(print_plan, plan_page(late)).split())
+    assert "the search ended at its time limit no batch size searched beyond its bounds" in words
+    assert "time limit" not in _printed(print_plan, plan_page(plan))
 
 
 def test_names_are_printed_as_they_are(plan: Plan) -> None:

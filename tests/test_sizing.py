@@ -23,7 +23,7 @@ from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import OsdpError, UsageError
 from osdp.planning import plan_graph
-from osdp.report.sizing_page import chart_html, chart_of, chart_svg
+from osdp.report.sizing_page import chart_html, chart_of, chart_svg, round_ticks
 from osdp.sizing import Asked, Case, Sized, Target, cases, ranked, read_memories, read_target, smallest, with_devices
 
 KIB = 1024
@@ -101,6 +101,24 @@ def test_the_cheapest_that_reaches_it_is_first() -> None:
     assert [each.device for each in ranked([one, two, three])] == ["cheap", "dear", "slow"]
     with pytest.raises(OsdpError, match="lower the target"):
         ranked([one])
+
+
+@pytest.mark.parametrize(
+    ("top", "ticks"),
+    [
+        (3_014_626, [0, 1_000_000, 2_000_000, 3_000_000]),
+        (5, [0, 1, 2, 3, 4, 5]),
+        (0.11, [0, 0.025, 0.05, 0.075, 0.1]),
+    ],
+)
+def test_an_axis_has_round_numbers(top: float, ticks: list[float]) -> None:
+    assert round_ticks(top) == pytest.approx(ticks)
+
+
+def test_memory_on_an_axis_has_its_unit() -> None:
+    chart = chart_of("gpt", [case for case in found() if case.devices == 4])
+    texts = [each.text for each in ElementTree.fromstring(chart_svg(chart)).iter() if each.text]
+    assert {"2 GiB", "4 GiB", "8 GiB"} <= {*texts} and "memory of each device" in texts
 
 
 def test_a_chart_has_a_line_for_each_combination() -> None:

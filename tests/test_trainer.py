@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 def counted_alone(plan: Plan, folder: Path, out: Path) -> None:
     """Where Accelerate is not told that it runs on CPUs, each rank would train on all samples."""
+    from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
     from osdp.integrations.accelerate import Accelerator
@@ -64,6 +66,13 @@ def counted_alone(plan: Plan, folder: Path, out: Path) -> None:
         Accelerator().prepare(planned_model(plan, folder))
     with pytest.raises(osdp.UsageError, match="counts 1 process"):
         trainer_of(plan, folder, out, use_cpu=False).train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(osdp.UsageError, match=r"what is recomputed is the plan's; give TrainingArguments"):
+        trainer_of(plan, folder, out, gradient_checkpointing=True)
+    sharding = Accelerator(cpu=True)
+    sharding.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(osdp.UsageError, match="the Accelerator has a fsdp_plugin, and the model runs a plan"):
+        sharding.prepare(planned_model(plan, folder))
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -170,6 +179,33 @@ def both(plan: Plan, folder: Path, out: Path) -> tuple[dict[str, bool], dict[str
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[tuple[dict[str, bool], dict[str, Any]]]:
     return run_ranks(RANKS, both, mixed_plan(), folder, folder / "run", timeout_seconds=280)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"gradient_checkpointing": True}, "recomputed is the plan's; give SFTConfig(gradient_checkpointing=False)"),
+        ({"bf16": True, "torch_compile": True}, "give SFTConfig(bf16=False, torch_compile=False)"),
+        ({"fsdp": True}, "sharding is the plan's; give SFTConfig(fsdp=None)"),
+        ({}, ""),
+    ],
+)
+def test_arguments_that_a_plan_decides_are_refused(given: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    import transformers
+
+    from osdp.integrations.trainer import check_arguments
+
+    class SFTConfig(transformers.TrainingArguments):
+        """TRL's own has two of them on from the start."""
+
+    arguments = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    for name, value in given.items():  # not through __init__, which asks for a process group
+        setattr(arguments, name, value)
+    if not sentence:
+        check_arguments(arguments)
+        return
+    with pytest.raises(osdp.UsageError, match=re.escape(sentence)):
+        check_arguments(arguments)
 
 
 def test_accelerate_trains_a_plan_as_our_own_loop_does(found: Any) -> None:

@@ -24,6 +24,8 @@ from osdp.search.solve import lowest_peak
 
 _MOST_DEVICES = 64  # times the given ones: beyond that more devices are no remedy
 
+_HOST_FACTORS = (2, 4)  # times the memory of a node's host
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -123,6 +125,8 @@ def _remedies(
     if not needs.rules.offload and cluster.can_offload and may_step_on_host(training):
         of = replace(needs, rules=replace(needs.rules, offload=True))
         yield from tried("units on the host (offload auto)", of=of)
+    if needs.rules.offload:
+        yield from _more_host(cluster, tried)
     yield from _lighter(training, tried)
     yield from _shorter(needs.graph, timeline, limit, unseen)
 
@@ -136,6 +140,17 @@ def _more_devices(cluster: Cluster, tried: Callable[..., Iterator[Remedy]]) -> I
             yield remedy
             return
         factor *= 2
+
+
+def _more_host(cluster: Cluster, tried: Callable[..., Iterator[Remedy]]) -> Iterator[Remedy]:
+    """Where units are held on the host already, its memory may be what is too small."""
+    for factor in _HOST_FACTORS:
+        larger = replace(cluster, host_memory_bytes=cluster.host_total_bytes * factor)
+        change = f"{format_bytes(larger.host_total_bytes)} of memory on each node's host (--host-memory)"
+        remedy = next(tried(change, on=larger), None)
+        if remedy is not None:
+            yield remedy
+            return
 
 
 def _lighter(training: Training, tried: Callable[..., Iterator[Remedy]]) -> Iterator[Remedy]:

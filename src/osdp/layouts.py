@@ -78,6 +78,8 @@ def plan_inside(
     if interleave > 1 and pipeline == 1:
         raise UsageError(f"interleave {interleave} needs the stages of a pipeline; give --pipeline too")
     if stage is not None and not 0 <= stage < pipeline:
+        if pipeline == 1:
+            raise UsageError(f"stage {stage} needs the stages of a pipeline; give --pipeline too")
         raise UsageError(f"stage {stage} is not one of {pipeline}; give 0 to {pipeline - 1}")
     local = local_cluster(asked.cluster, tensor, pipeline)
     _check_experts(asked, local, tensor, expert)

@@ -34,7 +34,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "unit", metavar="UNIT", nargs="?", help="a block or unit of the plan, or a pattern such as 'h.1*'"
     )
-    parser.add_argument("--no-prices", action="store_true", help="do not price memory and network")
+    parser.add_argument("--no-prices", action="store_true", help="do not price memory and network, as with a UNIT")
     parser.add_argument("--any-batch", action="store_true", help="price memory with the micro-batch free to grow")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="show no progress")

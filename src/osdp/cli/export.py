@@ -41,9 +41,9 @@ def add_to(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     plan = Plan.load(arguments.plan)
-    source, graph = planned_model(plan, arguments.model)
-    from osdp.export import export
+    from osdp.export import export, traced_for
 
+    source, graph = planned_model(traced_for(plan, arguments.to), arguments.model)
     made = export(plan, graph, source.build_on_meta(), target=arguments.to)
     if arguments.output is None:
         print(made.text, end="")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from osdp.cluster import parse_bytes
 from osdp.cost.training import optimizer_cost
 from osdp.errors import UsageError
 from osdp.planfile import MOST_SAMPLES, MOST_TOKENS
 
 T = TypeVar("T")
+_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's sentence
 Commands = Any  # argparse's own type for subparsers is private
 
 
@@ -32,6 +35,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if (found := _CHOICE.search(message)) is not None:
+            close = get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), 1)
+            message += f"; did you mean {close[0]}?" if close else ""
         remedy = "" if ";" in message else f"; see {self.prog} --help"  # our own checks name theirs
         raise UsageError(message + remedy)
 
@@ -92,6 +98,18 @@ def output_path(text: str) -> Path:
     if not in_folder:
         raise UsageError(f"the folder of {text!r} does not exist; create it or choose another path")
     return path
+
+
+LEAST_BARE_BYTES = 1 << 20
+
+
+@checked
+def memory_size(text: str) -> int:
+    """Bytes; a small number without a unit is one whose unit was forgotten."""
+    size = parse_bytes(text)
+    if size < LEAST_BARE_BYTES and text.strip()[-1].isdigit():
+        raise UsageError(f"memory size {text!r} has no unit; write it as '{text.strip()}GiB'")
+    return size
 
 
 @checked

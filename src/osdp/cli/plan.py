@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from osdp.cli.output import print_json
-from osdp.cli.parser import Commands, add_model, checked, output_path, read_optimizer, samples, tokens
+from osdp.cli.parser import Commands, add_model, checked, memory_size, output_path, read_optimizer, samples, tokens
 from osdp.cli.progress import shown_progress
-from osdp.cluster import Cluster, format_bytes, parse_bytes, parse_rate
+from osdp.cluster import Cluster, format_bytes, parse_rate
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import PLAN_VERSION, Plan
@@ -73,13 +73,13 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        type=checked(parse_bytes),
+        type=memory_size,
         help="memory of each device, such as 16GiB; a reserve is taken off (default: the device's own)",
     )
     group.add_argument(
         "--host-memory",
         metavar="SIZE",
-        type=checked(parse_bytes),
+        type=memory_size,
         help="memory of each node's host, such as 1TiB, for what is held there (default: a usual machine's)",
     )
     group.add_argument(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from osdp.cli.parser import checked, read_optimizer, samples, tokens
-from osdp.cluster import Cluster, parse_bytes
+from osdp.cli.parser import checked, memory_size, read_optimizer, samples, tokens
+from osdp.cluster import Cluster
 from osdp.cost.training import PRECISIONS
 from osdp.errors import UsageError
 
@@ -19,7 +19,7 @@ def add_planning(parser: argparse.ArgumentParser, *, global_batch: str) -> argpa
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        type=checked(parse_bytes),
+        type=memory_size,
         help="of each rank (default: the device's; half the machine's, shared, on CPUs)",
     )
     group.add_argument("--seq-len", metavar="S", type=tokens, help="tokens in a sample (default: the model's own)")

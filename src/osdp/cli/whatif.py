@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from osdp.cli.output import print_json
-from osdp.cli.parser import Commands, add_model, checked, output_path, positive, read_optimizer, samples, whole
+from osdp.cli.parser import (
+    Commands,
+    add_model,
+    checked,
+    memory_size,
+    output_path,
+    positive,
+    read_optimizer,
+    samples,
+    whole,
+)
 from osdp.cli.plan import add_network
 from osdp.cluster import Cluster
 from osdp.cost.training import PRECISIONS, Training
@@ -86,6 +96,8 @@ def listed(read: Callable[[str], T]) -> Callable[[str], list[T]]:
 def read_memories(text: str) -> list[int]:
     from osdp.sizing import read_memories as read
 
+    if text.strip()[-1:].isdigit():
+        memory_size(text.split(",")[-1])  # says that a unit is missing
     return list(dict.fromkeys(read(text)))
 
 

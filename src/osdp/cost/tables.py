@@ -35,6 +35,7 @@ from osdp.cost.schedule import full_schedule
 from osdp.cost.stage_passes import PassOps, StagePasses
 from osdp.cost.table_rows import SlotGroups, Slots, neighbour_flags
 from osdp.cost.time_model import Compute, compute_time
+from osdp.cost.timeline import stage_label
 from osdp.cost.training import Training
 from osdp.cost.units import OPERATORS, WHOLE, Option, Unit, is_any_unused, modes_for, stage_units
 from osdp.errors import UsageError
@@ -114,7 +115,9 @@ class Tables:
             made = [_MadeVariant.of(self, index, variant) for variant in self._allowed(index)]
             usable = [variant for variant in made if all(variant.options)]
             if not usable:
-                raise UsageError(f"the pins leave no way to hold {stage.name}; drop one, or allow finer granularity")
+                raise UsageError(
+                    f"the pins leave {stage_label(stage.name)} no mode that is allowed; drop one, or allow its mode"
+                )
             self._made[key] = usable
         return self._made[key]
 

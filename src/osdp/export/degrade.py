@@ -94,6 +94,16 @@ def without_inputs_on_host(plan: Plan) -> tuple[Plan, str | None]:
     return _with(plan, units), said
 
 
+def without_chunked_loss(plan: Plan) -> tuple[Plan, str | None]:
+    chunks = plan.loss_chunks
+    said = f"the loss in {chunks} chunks: whole logits are held (osdp.losses.chunk_loss divides it)"
+    return replace(plan, loss_chunks=1), said if chunks > 1 else None
+
+
+def without_compile(plan: Plan) -> tuple[Plan, str | None]:
+    return replace(plan, compiled=False), "compiled blocks: they run eager" if plan.compiled else None
+
+
 def without_host(plan: Plan) -> tuple[Plan, str | None]:
     there = [unit for unit in plan.units if unit.offload]
     said = f"{_units(len(there))} on the host: they are on the device" if there else None
@@ -147,7 +157,7 @@ def whole_blocks(plan: Plan) -> tuple[Plan, str | None]:
             late["gather_once"] &= ShardingMode(mode).is_kept
             units[unit.block] = replace(have, mode=mode, **late, parameters=have.parameters + unit.parameters)
     deep = any(unit.prefetch > 1 for unit in plan.units)
-    ahead = ", and none of its gathers two units ahead" if deep else ""
+    ahead = ", and prefetches one unit instead of two" if deep else ""
     said = f"{_units(merged)} within blocks: a block is gathered whole{ahead}" if merged else None
     return _with(plan, list(units.values())), said
 
@@ -168,18 +178,18 @@ def recompute_all_or_none(plan: Plan) -> tuple[Plan, str | None]:
     return _with(plan, units), said
 
 
-def blocks_in(mode: str) -> Change:
-    """Every block in one mode, the rest as Accelerate holds it: what comes after the blocks kept, before them alike."""
+def blocks_in(mode: str, *, as_blocks: str | None) -> Change:
+    """Every block in one mode, and of the rest, which Accelerate keeps, one unit too: that of the input embedding."""
 
     def change(plan: Plan) -> tuple[Plan, str | None]:
-        first = next((i for i, unit in enumerate(plan.units) if unit.block is not None), len(plan.units))
         units = [
-            _held(unit, mode if unit.block is not None or (index < first and len(unit.modules) == 1) else KEEP)
-            for index, unit in enumerate(plan.units)
+            _held(unit, mode if unit.block is not None or unit.modules == (as_blocks,) else KEEP) for unit in plan.units
         ]
-        changed = sum(own.mode != before.mode for own, before in zip(units, plan.units, strict=True))
+        changed = [own for own, before in zip(units, plan.units, strict=True) if own.mode != before.mode]
+        rest = [own for own in changed if own.block is None and own.mode == KEEP]
+        kept = f", and Accelerate keeps {_few(rest)} from forward to backward" if rest and mode != KEEP else ""
         said = (
-            f"a mode for each unit: all blocks are held as {mode}; {_units(changed)} differ from the plan"
+            f"a mode for each unit: all blocks are {mode}{kept}; {_units(len(changed))} differ from the plan"
             if changed
             else None
         )

@@ -48,7 +48,7 @@ UNITS = [
 SHARDED_FIRST = {sharded_first}  # deeper units first; the others in their order
 BACKWARD = {backward}
 RECOMPUTED = [{recomputed}]
-{selective}REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
+{compiled}{selective}REDUCED_ONCE = {once}  # with accumulation: only in the last micro-batch, see `reduce`
 ALL_REDUCED_ONCE = {across}  # with accumulation: across nodes only in the last micro-batch, in the node at each
 GATHERED_ONCE = {stay}  # with accumulation: by the first micro-batch, and freed by the last
 {ahead}
@@ -60,10 +60,10 @@ def parallelize(model: nn.Module, device_type: str = "{device_type}") -> nn.Modu
 {how}
     }}
     policy = MixedPrecisionPolicy({policy})
-    for name in RECOMPUTED:
+{selective_loop}{compiled_loop}    for name in RECOMPUTED:
         block = model.get_submodule(name)
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-{selective_loop}    for index in SHARDED_FIRST:
+    for index in SHARDED_FIRST:
         names, mode = UNITS[index]
         modules = [model.get_submodule(name) for name in names]
         fully_shard(modules if len(modules) > 1 else modules[0], **how[mode], mp_policy=policy)
@@ -105,6 +105,7 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
     at = {unit.name: index for index, unit in enumerate(plan.units)}
     blocks = dict.fromkeys(unit.block for unit in plan.units if unit.recompute is Recompute.FULL and unit.block)
     selective = [unit.name for unit in plan.units if unit.recompute is Recompute.SELECTIVE]
+    compiled = list(dict.fromkeys(unit.block for unit in plan.units if unit.block)) if plan.compiled else []
     once = [index for index, unit in enumerate(plan.units) if unit.reduce_once]
     across = [
         index
@@ -118,6 +119,8 @@ def fsdp2_text(plan: Plan, head: str, model: nn.Module) -> str:
         sharded_first=_numbers(order),
         backward=_numbers([at[unit.name] for unit in backward_order(plan.units)]),
         recomputed=", ".join(_names(list(blocks))),
+        compiled=f"COMPILED = [{', '.join(_names(compiled))}]\n" if compiled else "",
+        compiled_loop=_COMPILED_LOOP if compiled else "",
         selective=_selective(selective),
         selective_loop=_SELECTIVE_LOOP if selective else "",
         once=_numbers(once),
@@ -196,6 +199,12 @@ def on_several_meshes(plan: Plan) -> bool:
     if len({unit.offload for unit in plan.units}) > 1:
         return True
     return len({_mesh_of(unit.mode) for unit in plan.units}) > 1
+
+
+_COMPILED_LOOP = """    for name in COMPILED:
+        block = model.get_submodule(name)
+        block.forward = torch.compile(block.forward)
+"""
 
 
 _SELECTIVE_LOOP = """    for name in SELECTIVE:

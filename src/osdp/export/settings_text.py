@@ -32,7 +32,7 @@ def load(folder: str):
     config = AutoConfig.from_pretrained(folder)
     config.base_model_fsdp_plan = {{}}  # or it would override entries of the plan
     distributed = DistributedConfig(fsdp_size={ranks}, fsdp_mixed_precision={mixed})
-    model = Planned.from_pretrained(folder, config=config, distributed_config=distributed, dtype="float32")
+    model = Planned.from_pretrained(folder, config=config, distributed_config=distributed, dtype="{stored}")
 {recompute}    return model.train()
 '''
 
@@ -58,6 +58,7 @@ def transformers_text(plan: Plan, head: str, model: nn.Module) -> str:
         plan="\n".join(f'    "{name}": "{_WEIGHT[ShardingMode(mode)]}",' for name, mode in entries.items()),
         ranks=plan.cluster.world_size,
         mixed=plan.precision == "bf16",
+        stored="bfloat16" if plan.precision == "pure-bf16" else "float32",
         recompute="    model.gradient_checkpointing_enable()\n" if recompute else "",
     )
     return head + "\n" + text.lstrip("\n")

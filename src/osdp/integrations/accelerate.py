@@ -32,6 +32,16 @@ FOLDER = "osdp"  # in a folder of Accelerate's: the checkpoints of models that r
 class Accelerator(accelerate.Accelerator):
     """See the head of this file; models that run no plan are treated as Accelerate does."""
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        plugins = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin")
+        plugin = next((name for name in plugins if getattr(self.state, name, None) is not None), None)
+        if plugin is not None and any(map(runs_a_plan, args)):
+            raise UsageError(
+                f"the Accelerator has a {plugin}, and the model runs a plan, which shards it already; leave out the"
+                " plugin, and in `accelerate config` choose no FSDP, DeepSpeed or Megatron"
+            )
+        return super().prepare(*args, **kwargs)
+
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if not runs_a_plan(model):
             return super().prepare_model(model, *args, **kwargs)

@@ -29,6 +29,17 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
+# Arguments of a trainer that decide what a plan decides already, each with what decides it.
+_DECIDED = {
+    "fsdp": "sharding is the plan's",
+    "deepspeed": "sharding is the plan's",
+    "gradient_checkpointing": "what is recomputed is the plan's",
+    "bf16": "precision is the plan's",
+    "fp16": "precision is the plan's",
+    "bf16_full_eval": "precision is the plan's, in evaluation too",
+    "fp16_full_eval": "precision is the plan's, in evaluation too",
+    "torch_compile": "what is compiled is the plan's (osdp plan --compiled)",
+}
 SCHEDULER = "scheduler.pt"  # as transformers names them
 ARGUMENTS = "training_args.bin"
 
@@ -39,6 +50,12 @@ class TrainerMixin(_Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
+
+    def __init__(self, model: Any = None, *given: Any, **named: Any) -> None:
+        if runs_a_plan(model):
+            for each in (*given, *named.values()):
+                check_arguments(each)
+        super().__init__(model, *given, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -103,6 +120,22 @@ class TrainerMixin(_Trainer):
             _load_weights(self.model, Path(self.state.best_model_checkpoint or ""))
         else:
             super()._load_best_model()
+
+
+def check_arguments(arguments: object) -> None:
+    """Refuses a trainer's arguments that would change how a model runs its plan; anything else is let through."""
+    from transformers import TrainingArguments
+
+    if not isinstance(arguments, TrainingArguments):
+        return
+    given = [name for name in _DECIDED if getattr(arguments, name, None)]
+    if given:
+        why = "; ".join(dict.fromkeys(_DECIDED[name] for name in given))
+        off = ", ".join(f"{name}={None if name in ('fsdp', 'deepspeed') else False}" for name in given)
+        raise UsageError(
+            f"the model runs a plan, and the arguments set {' and '.join(given)}: {why}; give"
+            f" {type(arguments).__name__}({off})"
+        )
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:

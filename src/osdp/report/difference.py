@@ -11,7 +11,7 @@ from osdp.cluster import format_bytes
 from osdp.planfile import Plan, PlanUnit
 from osdp.report.grouping import label_of, merged
 from osdp.report.numbers import format_count, format_rate, format_seconds
-from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
+from osdp.report.printing import indented, make_table, print_heading, print_line
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ def _settings(before: Plan, after: Plan) -> Iterator[Setting]:
         "precision": lambda plan: plan.precision,
         "gradients reduced in": lambda plan: plan.reduce_dtype,
         "optimizer": lambda plan: plan.optimizer,
+        "blocks": lambda plan: "compiled" if plan.compiled else "eager",
+        "chunks of the loss": lambda plan: plan.loss_chunks,
+        "layout": lambda plan: plan.layout if plan.layout.is_larger else "data parallelism alone",
         "micro-batch": lambda plan: plan.batch_size,
         "accumulation": lambda plan: plan.accumulation,
         "global batch": lambda plan: plan.global_batch,
@@ -119,7 +122,7 @@ def _held(unit: PlanUnit | None) -> str:
     words += [unit.recompute.words] if unit.recompute else []
     words += [text for given, text in _FLAGS.items() if getattr(unit, given)]
     words += [f"reduced with {unit.reduced_with}"] if unit.reduced_with is not None else []
-    words += ["two gathered ahead"] if unit.prefetch > 1 else []
+    words += ["prefetch of two"] if unit.prefetch > 1 else []
     return ", ".join(words)
 
 
@@ -143,12 +146,12 @@ def print_difference(found: PlanDifference, names: tuple[str, str], out: Console
     _table(out, names, [_cells(each) for each in found.figures if each.before or each.after])
     print_heading(out, "Units")
     print_line(out, f"{found.same_units} units are sharded alike")
-    if found.units:
-        table = make_table(("unit", "left"), (names[0], "left"), (names[1], "left"), ("parameters", "right"))
-        for each in found.units:
-            parameters = format_count(each.parameters) + (" each" if len(each.names) > 1 else "")
-            table.add_row(label_of(each.names), each.before or EMPTY, each.after or EMPTY, parameters)
-        out.print(indented(table))
+    wide = max(map(len, names))
+    for each in found.units:
+        apiece = " each" if len(each.names) > 1 else ""
+        print_line(out, f"{label_of(each.names)}: {format_count(each.parameters)} parameters{apiece}")
+        for name, held in zip(names, (each.before, each.after), strict=True):
+            print_line(out, f"  {name:{wide}}  {held or 'no such unit'}")
 
 
 def _cells(each: Figure) -> tuple[str, str, str, str]:

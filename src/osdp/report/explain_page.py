@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Sequence
+
+from rich.console import Console, JustifyMethod
 
 from osdp.cluster import format_bytes
-from osdp.report.explanation import Explained, Explanation, Price
+from osdp.report.explanation import Alternative, Explained, Explanation, Price
 from osdp.report.numbers import format_rate, format_seconds, format_share
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
+
+MOST_SHOWN = 8  # alternatives that fit, and that do not
 
 
 def print_explanation(found: Explanation, out: Console) -> None:
@@ -32,20 +36,32 @@ def price_sentence(price: Price) -> str:
 def _print_explained(each: Explained, found: Explanation, out: Console) -> None:
     print_heading(out, each.name)
     print_line(out, f"{each.sentence}, with all else as planned")
+    deep = any(way.prefetch > 1 for way in each.alternatives)
+    ahead: list[tuple[str, JustifyMethod]] = [("prefetch", "right")] if deep else []
     table = make_table(
-        *(("mode", "left"), ("gathered", "left"), ("recompute", "left"), ("slices", "right")),
-        *(("step", "right"), ("peak", "right"), ("", "left")),
+        *(("mode", "left"), ("gathered", "left"), *ahead, ("recompute", "left")),
+        *(("step", "right"), ("peak", "right"), ("fits", "left")),
     )
-    for way in each.alternatives:
+    shown = _shown(each.alternatives)
+    for way in shown:
         slower = way.step_seconds - each.chosen.step_seconds
         more = way.peak_bytes - each.chosen.peak_bytes
         seconds = format_seconds(way.step_seconds) if way.chosen else f"{_sign(slower)}{format_seconds(abs(slower))}"
         peak = format_bytes(way.peak_bytes) if way.chosen else f"{_sign(more)}{format_bytes(abs(more))}"
-        note = "chosen" if way.chosen else "" if way.fits else "does not fit"
-        slices = str(way.slices) if way.slices > 1 else EMPTY
+        gathered = f"{way.slices} slices" if way.slices > 1 else way.granularity
         recompute = way.recompute.value if way.recompute else EMPTY
-        table.add_row(way.mode, way.gathered, recompute, slices, seconds, peak, note)
+        depth = [str(way.prefetch)] if deep else []
+        fits = "chosen" if way.chosen else "yes" if way.fits else "no"
+        table.add_row(way.mode, gathered, *depth, recompute, seconds, peak, fits)
     out.print(indented(table))
+    if len(shown) < len(each.alternatives):
+        print_line(out, f"{len(each.alternatives) - len(shown)} slower ones are in --json")
+
+
+def _shown(ways: Sequence[Alternative]) -> list[Alternative]:
+    """The chosen one, and the fastest of those that fit and of those that do not; `ways` are in that order."""
+    chosen, others = ways[:1], ways[1:]
+    return [*chosen, *(way for fits in (True, False) for way in [w for w in others if w.fits == fits][:MOST_SHOWN])]
 
 
 def _sign(value: float) -> str:

@@ -61,7 +61,7 @@ class Alternative:
 
     @property
     def gathered(self) -> str:
-        return f"{self.granularity}, two ahead" if self.prefetch > 1 else self.granularity
+        return f"{self.granularity}, prefetch of two" if self.prefetch > 1 else self.granularity
 
 
 @dataclass(frozen=True)

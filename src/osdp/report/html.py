@@ -17,9 +17,19 @@ from osdp.cluster import format_bytes
 from osdp.cost.timeline import stage_label
 from osdp.planfile import Plan
 from osdp.report.numbers import format_count, format_rate, format_seconds, format_share
-from osdp.report.page import BASES, BaselineRow, gain_sentence, plan_page, way_name
+from osdp.report.page import (
+    BASES,
+    BaselineRow,
+    gain_sentence,
+    host_sentence,
+    plan_page,
+    settings_sentence,
+    unused_sentence,
+    way_name,
+)
 from osdp.report.report_page import RateCurve, ReportPage, StageBox
 from osdp.report.step_picture import STACKED, StepPicture
+from osdp.report.unit_notes import unit_notes
 
 LEVELS = 1 << 19  # into which the highest bar of a memory curve is divided: finer than any screen
 MODES = (
@@ -38,7 +48,8 @@ COLOURS = ("#2a9d72", "#3d6fd1", "#e08a1e", "#7aa6ef", "#8a63d2", "#d45a8c", "#e
 def plan_html(plan: Plan) -> str:
     """A plan as a notebook shows it: a card without scripts."""
     page = plan_page(plan)
-    return _template("plan.html.j2").render(page=page, gain=gain_sentence(page), colours=COLOURS)
+    words = {"settings": settings_sentence(page), "notes": unit_notes(page)}
+    return _template("plan.html.j2").render(page=page, gain=gain_sentence(page), colours=COLOURS, **words)
 
 
 def report_html(page: ReportPage) -> str:
@@ -49,6 +60,10 @@ def report_html(page: ReportPage) -> str:
         js=Markup(_text("report.js")),
         gain=gain_sentence(page.plan),
         basis=BASES[page.plan.basis],
+        settings=settings_sentence(page.plan),
+        notes=unit_notes(page.plan),
+        unused=unused_sentence(page.plan),
+        host="" if page.plan.host is None else host_sentence(page.plan.host),
         version=osdp.__version__,
     )
 
@@ -162,6 +177,7 @@ def _stage(stage: StageBox) -> dict[str, Any]:
                 "gather_once": box.unit.gather_once,
                 "prefetch": box.unit.prefetch,
                 "offload": box.unit.offload,
+                "reduced_with": box.unit.reduced_with,
                 "parameters": box.unit.parameters,
                 "held": box.held_bytes,
                 "own_peak": box.own_peak_bytes,

@@ -12,6 +12,7 @@ from osdp.errors import DoesNotFit
 from osdp.planfile import NO_LAYOUT, Baseline, Certificate, OuterLayout, Plan, PlanUnit
 from osdp.recompute import Recompute
 from osdp.report.grouping import below, label_of, merged
+from osdp.report.numbers import format_count
 from osdp.sharding import MODES, REPLICATE
 
 
@@ -235,11 +236,24 @@ def host_sentence(host: HostMemory) -> str:
     )
 
 
+def settings_sentence(page: PlanPage) -> str:
+    """The model's size, and how it is trained."""
+    frozen = page.trained is not None and page.trained < page.parameters
+    trained = f", {format_count(page.trained or 0)} of them trained" if frozen else ""
+    length = "" if page.seq_len is None else f", {page.seq_len} tokens a sample"
+    chunks = f", loss in {page.loss_chunks} chunks" if page.loss_chunks > 1 else ""
+    return (
+        f"{format_count(page.parameters)} parameters{trained}{length}; {page.precision}, gradients reduced in"
+        f" {page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}{chunks}"
+    )
+
+
 BASES = {
     MEASURED: "speeds: measured on these devices",
     CALIBRATED: "speeds: calibrated on published runs on such devices",
     DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
 }
+SAME = 1.0005
 WORTH_IT = 1.02  # times the best baseline: below that a plan gains little
 
 
@@ -258,6 +272,8 @@ def gain_sentence(page: PlanPage) -> str:
     ratio = best.ratio or 0.0
     if ratio >= WORTH_IT:
         return f"{ratio:.2f} times the best baseline, {name}"
+    if ratio < SAME:
+        return f"{name} is as fast: a plan gains nothing here"
     return f"{name} is as fast within {100 * max(ratio - 1, 0.0):.1f} %: a plan is hardly worth it here"
 
 

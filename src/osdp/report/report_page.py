@@ -251,7 +251,7 @@ def proof_sentence(proof: Certificate, plan: Plan) -> str:
     if proof.status == "none":
         return "This plan was not searched for, so nothing is proven about it."
     rate, bound = format_rate(plan.predicted.samples_per_second), format_rate(proof.bound)
-    sizes = "one batch size" if proof.batches_searched == 1 else f"{proof.batches_searched} batch sizes"
+    sizes = "one batch size" if proof.batches_searched == 1 else f"{proof.batches_searched or 'no'} batch sizes"
     space = f"{proof.options:,} options of its units and {sizes}"
     within = f"within {format_bytes(plan.predicted.limit_bytes)} on each device"
     if plan.buckets:

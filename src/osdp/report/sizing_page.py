@@ -68,6 +68,9 @@ def print_sizes(title: str, found: Sequence[Sized], target: Target, out: Console
     out.print(indented(table))
 
 
+MEMORY = "memory of each device"
+
+
 @dataclass(frozen=True)
 class Series:
     """One line of a chart: its name, and its points; a point that does not fit has no height."""
@@ -87,14 +90,14 @@ class Chart:
 def chart_of(title: str, found: Sequence[Case]) -> Chart:
     """Throughput over what has most values; a line for each combination of the rest."""
     names = ("devices", "memory_bytes", "seq_len")
-    words = {"devices": "devices", "memory_bytes": "GiB on each device", "seq_len": "tokens a sample"}
+    words = {"devices": "devices", "memory_bytes": MEMORY, "seq_len": "tokens a sample"}
     across = max(names, key=lambda name: len({getattr(case, name) for case in found}))
     rest = [name for name in names if name != across and len({getattr(case, name) for case in found}) > 1]
     in_tokens = all(case.seq_len for case in found)
     lines: dict[str, list[tuple[float, float | None]]] = {}
     for case in found:
         label = ", ".join(_label(name, getattr(case, name)) for name in rest) or "the best plan"
-        x = case.memory_bytes / (1 << 30) if across == "memory_bytes" else getattr(case, across) or 0
+        x = getattr(case, across) or 0
         lines.setdefault(label, []).append((x, case.tokens_per_second if in_tokens else case.samples_per_second))
     series = tuple(Series(name, tuple(sorted(points))) for name, points in lines.items())
     return Chart(title, words[across], "tokens/s" if in_tokens else "samples/s", series)
@@ -102,6 +105,11 @@ def chart_of(title: str, found: Sequence[Case]) -> Chart:
 
 def _label(name: str, value: int) -> str:
     return {"devices": f"{value} devices", "memory_bytes": format_bytes(value)}.get(name, f"{value} tokens")
+
+
+def _at(chart: Chart, x: float) -> str:
+    """A place on the horizontal axis, as people write it."""
+    return format_bytes(x).replace(".0 ", " ") if chart.x_name == MEMORY else f"{x:g}"
 
 
 def chart_svg(chart: Chart) -> str:
@@ -119,12 +127,11 @@ def chart_svg(chart: Chart) -> str:
         return HEIGHT - BOTTOM - y / top * (HEIGHT - BOTTOM - TOP)
 
     parts = [_STYLE, f'<text class="title" x="{LEFT}" y="24">{escape(chart.title)}</text>']
-    for step in range(5):
-        y = top * step / 4
+    for y in round_ticks(top):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{py(y) + 4:.1f}" text-anchor="end">{format_rate(y)}</text>')
     for x in xs:
-        parts.append(f'<text x="{px(x):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{px(x):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{_at(chart, x)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(chart.x_name)}</text>')
     parts.append(f'<text x="{LEFT - 8}" y="{TOP - 10}" text-anchor="end">{escape(chart.y_name)}</text>')
@@ -133,9 +140,8 @@ def chart_svg(chart: Chart) -> str:
         line = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in each.points if y)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
         for x, y in each.points:
-            note = (
-                escape(f"{each.name}: {x:g} {chart.x_name}, {format_rate(y)} {chart.y_name}") if y else "does not fit"
-            )
+            what = f"{format_rate(y)} {chart.y_name}" if y else "does not fit"
+            note = escape(f"{each.name}, {chart.x_name} {_at(chart, x)}: {what}")
             shape = f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="4" fill="{colour}">' if y else ""
             cross = f'<text x="{px(x):.1f}" y="{py(0) - 4:.1f}" text-anchor="middle" style="fill:{colour}">×'
             parts.append(f"{shape}<title>{note}</title></circle>" if y else f"{cross}<title>{note}</title></text>")
@@ -147,13 +153,12 @@ def chart_svg(chart: Chart) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n'
 
 
-def _mark(x: float, y: float, colour: str, where: str, value: float | None, unit: str) -> str:
-    """A point with its words; a cross at the bottom where nothing fits."""
-    if value:
-        words = f"<title>{escape(where)}{format_rate(value)} {unit}</title>"
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">{words}</circle>'
-    words = f"<title>{escape(where)}does not fit</title>"
-    return f'<text x="{x:.1f}" y="{y - 4:.1f}" text-anchor="middle" style="fill:{colour}">×{words}</text>'
+def round_ticks(top: float) -> list[float]:
+    """At most six round numbers from 0 up to `top`: steps of 1, 2, 2.5 or 5 times a power of ten."""
+    rough = top / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [step * count for count in range(int(top / step * (1 + 1e-9)) + 1)]
 
 
 _STYLE = (

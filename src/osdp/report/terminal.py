@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console, JustifyMethod
-from rich.table import Table
 from rich.text import Text
 
 from osdp.cluster import format_bytes
 from osdp.cluster.device import CALIBRATED
-from osdp.recompute import Recompute
 from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
@@ -27,9 +25,11 @@ from osdp.report.page import (
     UnitRow,
     gain_sentence,
     host_sentence,
+    settings_sentence,
     unused_sentence,
 )
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
+from osdp.report.unit_notes import unit_notes
 
 BAR_WIDTH = 30
 
@@ -48,16 +48,8 @@ def print_plan(page: PlanPage, out: Console) -> None:
 
 
 def _print_headline(page: PlanPage, out: Console) -> None:
-    length = "" if page.seq_len is None else f", {page.seq_len} tokens a sample"
     print_heading(out, f"{page.model} on {page.cluster}")
-    frozen = page.trained is not None and page.trained < page.parameters
-    trained = f", {format_count(page.trained or 0)} of them trained" if frozen else ""
-    print_line(
-        out,
-        f"{format_count(page.parameters)} parameters{trained}{length}; {page.precision}, gradients reduced in "
-        f"{page.reduce_dtype}, {page.optimizer}{', blocks compiled' if page.compiled else ''}"
-        f"{f', loss in {page.loss_chunks} chunks' if page.loss_chunks > 1 else ''}",
-    )
+    print_line(out, settings_sentence(page))
     if page.layout.is_larger:
         print_line(out, layout_sentence(page))
     tokens = "" if page.tokens_per_second is None else f"   {format_rate(page.tokens_per_second)} tokens/s"
@@ -140,43 +132,35 @@ def _print_groups(page: PlanPage, out: Console) -> None:
     print_heading(out, "Plan")
     held = ", ".join(f"{part.name} {format_share(part.share)}" for part in page.held)
     print_line(out, f"parameters by mode: {held}")
-    table = make_table(
-        *(("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left"), ("parameters", "right"))
+    rows = [row for group in page.groups for row in _unit_rows(group)]
+    in_slices = any(row[2] not in ("", EMPTY) for row in rows)  # without slices, names have more room
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
+        *(("unit", "left"), ("mode", "left"), ("slices", "left"), ("recompute", "left")),
+        ("parameters", "right"),
     )
-    for group in page.groups:
-        _add_group(table, group)
+    shown = [index for index in range(len(columns)) if in_slices or index != 2]
+    table = make_table(*(columns[index] for index in shown))
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
     out.print(indented(table))
-    if any(unit.reduce_once for group in page.groups for unit in group.units):
-        print_line(out, "* gradients are reduced once a step, after the last micro-batch")
-    if any(unit.all_reduce_once for group in page.groups for unit in group.units):
-        print_line(out, "** gradients are all-reduced across nodes once a step, and reduced in the node before")
-    if page.buckets:
-        joined = "one all-reduce" if len(page.buckets) == 1 else f"{len(page.buckets)} all-reduces"
-        print_line(out, f"{sum(page.buckets)} replicated units are reduced in {joined}")
-    if any(group.recompute is Recompute.ON_HOST for group in page.groups):
-        print_line(out, "recompute host: in full, and the block's input is on the host until then")
-    if any(unit.gather_once for group in page.groups for unit in group.units):
-        print_line(out, "gathered once: by the first micro-batch of a step, and freed by the last")
+    for note in unit_notes(page):
+        print_line(out, note)
 
 
-def _add_group(table: Table, group: Group) -> None:
+def _unit_rows(group: Group) -> Iterator[tuple[str, str, str, str, str]]:
     recompute = group.recompute.value if group.recompute else EMPTY
     total = format_count(group.parameters) + (" each" if len(group.names) > 1 else "")
     if len(group.units) == 1 and group.units[0].name in ("", *group.names):
         unit = group.units[0]
-        table.add_row(group.label or "the whole model", _mode(unit), _slices(unit), recompute, total)
+        yield group.label or "the whole model", _mode(unit), _slices(unit), recompute, total
         return
-    ahead = "two gathered ahead" if any(unit.prefetch > 1 for unit in group.units) else ""
-    table.add_row(group.label, ahead, "", recompute, total)
+    yield group.label, "", "", recompute, total
     for unit in group.units:
-        table.add_row(f"  {unit.name or 'the rest'}", _mode(unit), _slices(unit), "", format_count(unit.parameters))
+        yield f"  {unit.name or 'the rest'}", _mode(unit), _slices(unit), "", format_count(unit.parameters)
 
 
 def _mode(unit: UnitRow) -> str:
-    mark = "*" if unit.reduce_once else "**" if unit.all_reduce_once else ""
-    stays = ", gathered once" if unit.gather_once else ""
-    levels = ", two levels" if unit.two_levels else ""
-    return unit.mode + mark + stays + levels + (", on the host" if unit.offload else "")
+    return unit.mode + (", on the host" if unit.offload else "")
 
 
 def _slices(unit: UnitRow) -> str:
@@ -207,10 +191,11 @@ def _print_baselines(page: PlanPage, out: Console) -> None:
 def _print_certificate(page: PlanPage, out: Console) -> None:
     proof = page.certificate
     print_heading(out, "Proof")
+    ended = "; the search ended at its time limit" if proof.status == "time limit" else ""
     print_line(
         out,
-        f"{proof.status}: no plan of the searched space exceeds {format_rate(proof.bound)} samples/s "
-        f"(gap {100 * proof.gap:.2f} %)",
+        f"no plan of the searched space exceeds {format_rate(proof.bound)} samples/s (gap {100 * proof.gap:.2f} %)"
+        f"{ended}",
     )
     if page.buckets:
         print_line(out, "that is with every unit reduced by itself: joining reductions is a rule beyond the proof")
@@ -224,7 +209,8 @@ def _print_certificate(page: PlanPage, out: Console) -> None:
     if page.host is not None:
         print_line(out, "among plans that use the host's memory, as none without it fits")
     found = f"{proof.options} options, {proof.nodes} branch-and-bound nodes, in {format_seconds(proof.seconds)}"
-    print_line(out, f"{sizes}, {found}")
+    searched = f"{sizes} searched" if proof.batches_searched else "no batch size searched beyond its bounds"
+    print_line(out, f"{searched}, {found}")
 
 
 # ---- nothing fits
@@ -247,7 +233,7 @@ def print_misfit(page: MisfitPage, out: Console) -> None:
         table.add_row(
             row.change,
             format_bytes(row.peak_bytes),
-            format_bytes(row.saved_bytes),
+            format_bytes(row.saved_bytes) if row.saved_bytes else EMPTY,
             _verdict(row),
         )
     out.print(indented(table))
@@ -263,7 +249,7 @@ def _verdict(row: RemedyRow) -> str:
 
 
 _TALLY_COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (
-    *(("node", "left"), ("group", "left"), ("count", "right")),
+    *(("kind", "left"), ("group", "left"), ("count", "right")),
     *(("amount", "right"), ("time", "right")),
 )
 
@@ -282,7 +268,7 @@ def print_graph(page: GraphPage, out: Console) -> None:
             table.add_row(row.label if index == 0 else "", *_tally_cells(tally))
     if table is not None:
         out.print(indented(table))
-    print_heading(out, f"Whole step, {page.nodes} nodes")
+    print_heading(out, f"Whole step, {page.nodes} operations")
     table = make_table(*_TALLY_COLUMNS)
     for tally in page.totals:
         table.add_row(*_tally_cells(tally))
