@@ -72,6 +72,19 @@ def gives_up(program: Program, *, relaxed: bool = False, **limits: float) -> Ans
     return highs.solve(program, relaxed=True, **limits) if relaxed else Answer("limit", math.inf, 0.0, 0, None)
 
 
+def test_an_infeasible_program_is_known_where_other_ways_of_solving_it_do_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(highs, "_OTHER_WAYS", ((("presolve", "off"), ("simplex_iteration_limit", 0)),))
+    fits = []
+    for seed in range(60):
+        problem = random_problem(seed)
+        if size(problem) <= 1500:
+            fits.append(relaxed_bound(problem) < math.inf)
+            assert fits[-1] or brute_force(problem) is None
+    assert fits.count(False) > 5
+
+
 def test_our_branch_and_bound_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solve, "solve", gives_up)
     problems = [problem for seed in range(5000, 5100) if size(problem := random_problem(seed)) <= 1000]

@@ -29,7 +29,7 @@ _WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with
 _QUICK_SECONDS = 1.5  # for HiGHS's own branch and bound; see [Note: Branching] for what comes then
 _SAME = 1e-6  # relative: a bound that finer groups raise by less than this is as good without them
 _LONG = 1_000  # choices of all stages: HiGHS may take long for more of them, going stage by stage mostly does not
-_CHAIN_SHARE = 0.5  # of the time goes to that; of very long problems, branch and bound raises the bound sooner
+_CHAIN_SHARE = 0.8  # of the time goes to that
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Search:
         self.bound, self.nodes = 0.0, 0
         self.decided = True  # whether the last program was solved
         self.proven: Outcome | None = None
-        self.chain = ChainSearch(problem, self.scale) if _is_long(problem) else None
+        self.chain = ChainSearch(problem, self.scale) if is_long(problem) else None
         self.repeats = 2 * len({stage.alike for stage in problem.stages}) <= len(problem.stages)  # else no sums decide
         self.slow: object = None  # the program on which HiGHS took too long
         self.tree: tuple[object, Branching] | None = None
@@ -174,6 +174,8 @@ class Search:
         self.cutoff, self.gap = INFINITY if cutoff is None else cutoff, gap
         self.deadline = now() + seconds
         self.nodes = 0
+        if self.bound >= self.to_beat * (1 - TOLERANCE):
+            return self._done("optimal")
         if self.chain is not None and self._stage_by_stage(self.chain):
             return self._done("optimal")
         while self.left > 0 or self.chain is None:
@@ -354,8 +356,9 @@ class Search:
 
     def _done(self, status: str) -> Outcome:
         outcome = self._outcome(status)
-        if status == "optimal" and not self.gap:
-            self.proven = outcome
+        if status == "optimal":
+            self.bound = max(self.bound, outcome.bound)
+            self.proven = None if self.gap else outcome
         return outcome
 
     def _outcome(self, status: str) -> Outcome:
@@ -369,7 +372,7 @@ class Search:
         return Outcome(choice, verdict, bound, self.nodes, status)
 
 
-def _is_long(problem: Problem) -> bool:
+def is_long(problem: Problem) -> bool:
     """Whether going through the stages one by one is quicker than HiGHS: many choices, of few kinds of stages."""
     kinds = {id(stage.variants): stage for stage in problem.stages}
     counts = {key: count_choices(stage) for key, stage in kinds.items()}
