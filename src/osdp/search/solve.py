@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -123,9 +124,8 @@ class Search:
         self.problem = self.asked = problem
         self.cutoff, self.gap, self.deadline = INFINITY, 0.0, 0.0
         self.scale = _scale(problem)
-        self.kinds = ColumnsOfStages(problem, self.scale)
-        self.groups = self._first_groups()
-        self.rows = first_asked(self.groups)
+        self.groups: list[Group] = []  # of the program, which is made when it is needed
+        self.rows: set[int] | None = None
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
@@ -148,6 +148,10 @@ class Search:
         ]
         known = all(answer.status == "optimal" for answer in answers)
         return coarse if known and answers[0].bound >= answers[1].bound * (1 - _SAME) else fine
+
+    @cached_property
+    def kinds(self) -> ColumnsOfStages:
+        return ColumnsOfStages(self.problem, self.scale)
 
     @property
     def reached(self) -> float:
@@ -178,6 +182,9 @@ class Search:
             return self._done("optimal")
         if self.chain is not None and self._stage_by_stage(self.chain):
             return self._done("optimal")
+        if not self.groups:
+            self.groups = self._first_groups()
+            self.rows = first_asked(self.groups)
         while self.left > 0 or self.chain is None:
             model, relaxation, self.rows = relaxed(
                 self.asked, self.groups, self.kinds, self.rows, excluded=self.excluded, deadline=self.deadline
