@@ -267,7 +267,8 @@ def search_batches(
         cutoff = None if best is None else best.seconds_per_sample * samples
         outcome = _solved(search(candidate, low), cutoff, exactly=exactly, left=max(left, 1.0))
         nodes, solved = nodes + outcome.nodes, solved + 1
-        unproven = min(unproven, outcome.bound / samples)
+        if cutoff is None or outcome.bound < cutoff:
+            unproven = min(unproven, outcome.bound / samples)
         if outcome.status != "limit":
             del searches[id(candidate), low]  # it will not be asked again
         if outcome.choice is not None and outcome.verdict is not None:
