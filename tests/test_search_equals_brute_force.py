@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from random_problems import random_blocks, random_problem, seeds
 
-from osdp.search import chain, highs, solve
+from osdp.search import batches, chain, highs, solve
 from osdp.search.batches import Candidate, search_batches
 from osdp.search.brute import brute_force, stage_choices
 from osdp.search.chain import ChainSearch, is_chain
@@ -70,6 +70,19 @@ def test_rows_added_when_exceeded_change_nothing(seed: int, monkeypatch: pytest.
 def gives_up(program: Program, *, relaxed: bool = False, **limits: float) -> Answer:
     """HiGHS's branch and bound, if every program took it too long."""
     return highs.solve(program, relaxed=True, **limits) if relaxed else Answer("limit", math.inf, 0.0, 0, None)
+
+
+def test_an_infeasible_program_is_known_where_other_ways_of_solving_it_do_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(highs, "_OTHER_WAYS", ((("presolve", "off"), ("simplex_iteration_limit", 0)),))
+    fits = []
+    for seed in range(60):
+        problem = random_problem(seed)
+        if size(problem) <= 1500:
+            fits.append(relaxed_bound(problem) < math.inf)
+            assert fits[-1] or brute_force(problem) is None
+    assert fits.count(False) > 5
 
 
 def test_our_branch_and_bound_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +160,41 @@ def test_stage_by_stage_without_time_has_an_honest_bound() -> None:
         if expected is not None:
             answer = ChainSearch(problem, solve._scale(problem)).run(cutoff=math.inf, seconds=0.0)
             assert answer.bound <= expected[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("long", [0, 1 << 60])
+def test_with_a_gap_nothing_is_faster_by_more_than_that(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "_LONG", long)
+    gap, ended_early = 0.2, 0
+    for seed in range(7000, 7060):
+        problem = random_problem(seed)
+        if size(problem) > 1000:
+            continue
+        expected, outcome = brute_force(problem), solve.Search(problem).run(gap=gap)
+        assert (outcome.verdict is None) == (expected is None)
+        if expected is not None and outcome.verdict is not None:
+            assert outcome.status == "optimal"
+            assert outcome.verdict.peak <= problem.limit
+            assert outcome.verdict.seconds * (1 - gap) <= outcome.bound * (1 + 1e-9)
+            assert outcome.bound <= expected[1] * (1 + 1e-9)
+            ended_early += outcome.bound < expected[1] * (1 - 1e-6)
+    assert ended_early > 5
+
+
+def test_after_its_first_part_a_search_leaves_out_what_gains_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "EXACT_SHARE", 0.0)
+    monkeypatch.setattr(batches, "GAIN", 0.2)
+    statuses = set()
+    for seed in range(7000, 7060):
+        problem = random_problem(seed)
+        expected = brute_force(problem) if size(problem) <= 1000 else None
+        if expected is not None:
+            found = search_batches([Candidate(seed, lambda *_, p=problem: p, 1, 1, 1)], seconds=60.0)
+            assert found is not None
+            assert found.bound <= expected[1] * (1 + 1e-9) <= found.seconds_per_sample * (1 + 2e-9)
+            assert found.seconds_per_sample * 0.8 <= found.bound * (1 + 1e-9)
+            statuses.add(found.status)
+    assert "nearly optimal" in statuses <= {"optimal", "nearly optimal"}
 
 
 @pytest.mark.parametrize("many", [0, 40])

@@ -3,9 +3,13 @@
 [Note: Interval]
 More samples need more memory and take fewer seconds each. So for all batch sizes from `low` to `high`, the memory of
 `low` together with the seconds of `high` gives a bound on the seconds per sample. The interval with the best bound is
-halved until it is a single batch size, which is then solved exactly; what cannot beat that is never looked at. Of large
-batch sizes, whose rates hardly differ, those that cannot beat it by GAIN are not looked at either: the stated bound
-counts them.
+halved until it is a single batch size, which is then solved exactly; what cannot beat that is never looked at.
+
+[Note: Nearly optimal]
+A gain of GAIN is less than what the time model is off by, and to prove that none is left takes much less time. So the
+batch size of the best baseline is improved up to that; what is left of the first part of the time goes to a proof
+without a gap. From then on what cannot beat the best plan by GAIN is left out, and so it is of large batch sizes, whose
+rates hardly differ, from the start. The stated bound counts all that was left out.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from osdp.search.effort import now
 from osdp.search.evaluate import Verdict, evaluate
 from osdp.search.highs import INFINITY
 from osdp.search.problem import Problem, StageChoice
-from osdp.search.solve import Search, may_fit, relaxed_bound, solve_exactly
+from osdp.search.solve import Outcome, Search, is_long, may_fit, relaxed_bound, solve_exactly
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
 BOUNDING_SECONDS = 10.0
-LARGE, GAIN = 32, 1e-3  # see [Note: Interval]
+LARGE, GAIN = 32, 1e-3  # see [Note: Nearly optimal]
+EXACT_SHARE = 0.25  # of the time goes to a proof without a gap
 FIRST_SHARE = 0.25  # of the time goes to the batch size of the best baseline, before others are looked at
 
 
@@ -91,12 +96,21 @@ def _best_whole(
     return better
 
 
-def _improved(found: Found, search: Search, *, seconds: float) -> Found:
+def _improved(found: Found, search: Search, *, seconds: float, gap: float = 0.0) -> Found:
     """The best choice at the same batch size, as far as it is found in these seconds: bounds are compared with it."""
-    outcome = search.run(cutoff=found.verdict.seconds, seconds=seconds)
+    outcome = search.run(cutoff=found.verdict.seconds, gap=gap, seconds=seconds)
     if outcome.choice is None or outcome.verdict is None:
         return found
     return _found(found.candidate, found.batch, outcome.choice, outcome.verdict)
+
+
+def _solved(search: Search, cutoff: float | None, *, exactly: float, left: float) -> Outcome:
+    """The best choice at a batch size: first without a gap, then with that of [Note: Nearly optimal]."""
+    outcome = search.run(cutoff=cutoff, seconds=min(exactly, left)) if exactly > 0 else None
+    if outcome is not None and (outcome.status != "limit" or exactly >= left):
+        return outcome
+    again = search.run(cutoff=cutoff, gap=GAIN, seconds=left - max(exactly, 0.0))
+    return again if outcome is None else replace(again, nodes=again.nodes + outcome.nodes)
 
 
 def _sizes(candidate: Candidate) -> list[int]:
@@ -142,7 +156,7 @@ def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) ->
         return found
     same = judged(found.candidate, size, found.choice)
     assert same is not None
-    better = _improved(same, Search(same.candidate.make(size, size)), seconds=seconds / 2)
+    better = _improved(same, Search(same.candidate.make(size, size)), seconds=seconds / 2, gap=GAIN)
     return smaller_batch(better, seconds_per_sample, seconds=seconds / 2)  # its choice may allow for fewer still
 
 
@@ -208,8 +222,9 @@ def search_batches(
     if best is not None:
         best = _larger_batch(best)
         looked_at.add((id(best.candidate), best.batch))
-        cutoff = best.verdict.seconds
-        best = _best_whole(best.candidate, best.batch, best, cutoff=cutoff, seconds=seconds * FIRST_SHARE / 2)
+        if not is_long(best.candidate.make(best.batch, best.batch)):  # else going stage by stage is as quick
+            first = best.candidate, best.batch, best
+            best = _best_whole(*first, cutoff=best.verdict.seconds, seconds=seconds * FIRST_SHARE / 2)
     best = _first_look(candidates, best, looked_at=looked_at, seconds=seconds * FIRST_SHARE / 2)
     unproven, nodes, solved = INFINITY, 0, 0
 
@@ -229,16 +244,18 @@ def search_batches(
     while queue and queue[0][2] < queue[0][3] and now() - began < seconds / 2:
         split(*heapq.heappop(queue)[1:])
     if best is not None:
-        best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE)
+        best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE, gap=GAIN)
     while queue:
         bound, number, low, high = heapq.heappop(queue)
         candidate = candidates[number]
         if best is not None and bound >= best.seconds_per_sample:
             break
-        if best is not None and low >= LARGE and bound >= best.seconds_per_sample * (1 - GAIN):
+        spent = now() - began
+        left, exactly = seconds - spent, seconds * EXACT_SHARE - spent
+        is_enough = best is not None and bound >= best.seconds_per_sample * (1 - GAIN)
+        if is_enough and (low >= LARGE or exactly <= 0):
             unproven = min(unproven, bound)
             continue
-        left = seconds - (now() - began)
         if left <= 0:
             unproven = min(unproven, bound)
             if best is not None:
@@ -248,11 +265,11 @@ def search_batches(
             continue
         samples = low * candidate.accumulation
         cutoff = None if best is None else best.seconds_per_sample * samples
-        outcome = search(candidate, low).run(cutoff=cutoff, seconds=max(left, 1.0))
+        outcome = _solved(search(candidate, low), cutoff, exactly=exactly, left=max(left, 1.0))
         nodes, solved = nodes + outcome.nodes, solved + 1
-        if outcome.status == "limit":
+        if cutoff is None or outcome.bound < cutoff:
             unproven = min(unproven, outcome.bound / samples)
-        else:
+        if outcome.status != "limit":
             del searches[id(candidate), low]  # it will not be asked again
         if outcome.choice is not None and outcome.verdict is not None:
             each = outcome.verdict.seconds / samples
@@ -263,6 +280,6 @@ def search_batches(
     if best is None:
         return None
     bound = min(unproven, best.seconds_per_sample)
-    late = now() - began > seconds
-    status = "optimal" if bound >= best.seconds_per_sample * (1 - 1e-9) else "time limit" if late else "nearly optimal"
+    share = bound / best.seconds_per_sample
+    status = "optimal" if share >= 1 - 1e-9 else "nearly optimal" if share >= 1 - GAIN - 1e-9 else "time limit"
     return replace(best, bound=bound, nodes=nodes, seconds=time.monotonic() - wall, solved=solved, status=status)

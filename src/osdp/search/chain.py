@@ -78,11 +78,14 @@ class ChainSearch:
         known: dict[Any, Any] = {}
         self._chains = [_Chain(problem, fixed, scale, known) for fixed in all_fixed(problem)]
 
-    def run(self, *, cutoff: float, seconds: float) -> ChainAnswer:
-        """The best choice that takes less than `cutoff`, with proof if these seconds of effort suffice."""
-        deadline = now() + seconds
+    def run(self, *, cutoff: float, seconds: float, gap: float = 0.0) -> ChainAnswer:
+        """The best choice that takes less than `cutoff`, with proof if these seconds of effort suffice.
+
+        With a `gap`, only choices that are faster by more than that share are looked for.
+        """
+        deadline, less = now() + seconds, 1 - max(gap, _TOLERANCE)
         best: tuple[StageChoice, ...] | None = None
-        to_beat, labels = cutoff * self._scale * (1 - _TOLERANCE), 0
+        to_beat, labels = cutoff * self._scale * less, 0
         while self._width < len(_WIDTHS):
             for chain in sorted(self._chains, key=lambda each: each.bound):
                 if chain.bound >= to_beat or now() >= deadline:
@@ -91,7 +94,7 @@ class ChainSearch:
                 labels += chain.labels
                 if found is not None:
                     best, reached = found
-                    to_beat = min(to_beat, reached * (1 - _TOLERANCE))
+                    to_beat = min(to_beat, reached * less)
             if self._bound >= to_beat or now() >= deadline:
                 break
             self._width += 1

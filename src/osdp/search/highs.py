@@ -83,6 +83,7 @@ _OTHER_WAYS: tuple[tuple[tuple[str, Any], ...], ...] = (
     tuple((name, 1e-7) for name in _TOLERANCES),
 )
 _INFEASIBLE = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
+_EXCEEDED = 1e-6  # of a row: a byte where they are counted in MiB
 _DECIDED = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
 
 
@@ -101,7 +102,7 @@ def solve(
     """
     model = as_highs(program, relaxed, unused)
     solver = _decided(model, seconds) if relaxed else _run(model, seconds, enough)
-    if solver.getModelStatus() in _INFEASIBLE:
+    if solver.getModelStatus() in _INFEASIBLE and not _is_exceeded(program, unused, seconds):
         again = _confirmed(model, seconds, enough)
         solver = solver if again is None else again
     status = solver.getModelStatus()
@@ -136,12 +137,33 @@ def _run(model: highspy.HighsLp, seconds: float, enough: float, *options: tuple[
     return solver
 
 
-def _confirmed(model: highspy.HighsLp, seconds: float, enough: float) -> highspy.Highs | None:
-    """[Note: Infeasible] None where a program that was called infeasible is so in other ways of solving it too.
+def _is_exceeded(program: Program, unused: np.ndarray | None, seconds: float) -> bool:
+    """[Note: Infeasible] Whether some row that leaves room is exceeded, whatever is chosen.
 
-    HiGHS's presolve calls a few feasible programs infeasible at tolerances of 1e-9. Without presolve, or with the
-    tolerances that it has by default, the same programs are solved.
+    HiGHS's presolve calls a few feasible programs infeasible at tolerances of 1e-9, and without presolve it does not
+    come to an end on some that are infeasible. So another program is asked by how much rows have to be exceeded at
+    least: it has an answer in any case, and its optimum is the proof.
     """
+    count = len(program.cost)
+    upper = program.upper if unused is None else [0.0 if u else up for u, up in zip(unused, program.upper, strict=True)]
+    elastic = Program([0.0] * count, list(program.lower), list(upper), [False] * count)
+    excess = elastic.column(cost=1.0)
+    rows = zip(program.columns, program.values, program.row_lower, program.row_upper, strict=True)
+    for columns, values, lower, most in rows:
+        if lower == most:
+            elastic.row(columns, values, lower=lower, upper=most)
+            continue
+        if most < INFINITY:
+            elastic.row(np.append(columns, excess), np.append(values, -1.0), upper=most)
+        if lower > -INFINITY:
+            elastic.row(np.append(columns, excess), np.append(values, 1.0), lower=lower)
+    solver = _decided(as_highs(elastic, relaxed=True, unused=None), seconds)
+    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return optimal and solver.getInfo().objective_function_value > _EXCEEDED
+
+
+def _confirmed(model: highspy.HighsLp, seconds: float, enough: float) -> highspy.Highs | None:
+    """None where a program that was called infeasible is so without presolve and with HiGHS's own tolerances too."""
     for options in _OTHER_WAYS:
         solver = _run(model, seconds, enough, *options)
         if solver.getModelStatus() not in _INFEASIBLE:

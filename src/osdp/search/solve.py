@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -28,13 +29,16 @@ _SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try m
 _WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with more of them takes as long
 _QUICK_SECONDS = 1.5  # for HiGHS's own branch and bound; see [Note: Branching] for what comes then
 _SAME = 1e-6  # relative: a bound that finer groups raise by less than this is as good without them
-_LONG = 5_000  # choices of all stages: HiGHS takes long for more of them, going stage by stage does not
-_CHAIN_SHARE = 0.5  # of the time goes to that; our own branch and bound raises the bound sooner
+_LONG = 1_000  # choices of all stages: HiGHS may take long for more of them, going stage by stage mostly does not
+_CHAIN_SHARE = 0.8  # of the time goes to that
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The best choice (None: nothing fits, or nothing beats the cutoff), its costs, and the proven bound on seconds."""
+    """The best choice (None: nothing fits, or nothing beats the cutoff), its costs, and the proven bound on seconds.
+
+    Optimal is what no choice beats by more than the gap that was asked for. The bound is no higher than the cutoff.
+    """
 
     choice: tuple[StageChoice, ...] | None
     verdict: Verdict | None
@@ -118,17 +122,16 @@ class Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = self.asked = problem
-        self.cutoff, self.deadline = INFINITY, 0.0
+        self.cutoff, self.gap, self.deadline = INFINITY, 0.0, 0.0
         self.scale = _scale(problem)
-        self.kinds = ColumnsOfStages(problem, self.scale)
-        self.groups = self._first_groups()
-        self.rows = first_asked(self.groups)
+        self.groups: list[Group] = []  # of the program, which is made when it is needed
+        self.rows: set[int] | None = None
         self.best: tuple[tuple[StageChoice, ...], Verdict] | None = None
         self.judged: tuple[StageChoice, ...] = ()
         self.bound, self.nodes = 0.0, 0
         self.decided = True  # whether the last program was solved
         self.proven: Outcome | None = None
-        self.chain = ChainSearch(problem, self.scale) if _is_long(problem) else None
+        self.chain = ChainSearch(problem, self.scale) if is_long(problem) else None
         self.repeats = 2 * len({stage.alike for stage in problem.stages}) <= len(problem.stages)  # else no sums decide
         self.slow: object = None  # the program on which HiGHS took too long
         self.tree: tuple[object, Branching] | None = None
@@ -146,26 +149,42 @@ class Search:
         known = all(answer.status == "optimal" for answer in answers)
         return coarse if known and answers[0].bound >= answers[1].bound * (1 - _SAME) else fine
 
+    @cached_property
+    def kinds(self) -> ColumnsOfStages:
+        return ColumnsOfStages(self.problem, self.scale)
+
+    @property
+    def reached(self) -> float:
+        """The seconds of the best choice that is known, here or elsewhere."""
+        return self.cutoff if self.best is None else min(self.best[1].seconds, self.cutoff)
+
     @property
     def to_beat(self) -> float:
-        return self.cutoff if self.best is None else min(self.best[1].seconds, self.cutoff)
+        """What a choice has to take less than for the search to go on."""
+        return self.reached * (1 - self.gap)
 
     @property
     def left(self) -> float:
         return self.deadline - now()
 
-    def run(self, *, cutoff: float | None = None, seconds: float = INFINITY) -> Outcome:
+    def run(self, *, cutoff: float | None = None, gap: float = 0.0, seconds: float = INFINITY) -> Outcome:
         """The fastest choice that beats `cutoff` seconds, as far as it is found and proven in these `seconds`.
 
-        A later cutoff is no higher than those before it: what was proven once is the answer from then on.
+        With a `gap` it ends as soon as no choice is faster by more than that share. A later cutoff is no higher than
+        those before it: what was proven without a gap is the answer from then on.
         """
         if self.proven is not None:
             return self.proven
-        self.cutoff = INFINITY if cutoff is None else cutoff
+        self.cutoff, self.gap = INFINITY if cutoff is None else cutoff, gap
         self.deadline = now() + seconds
         self.nodes = 0
+        if self.bound >= self.to_beat * (1 - TOLERANCE):
+            return self._done("optimal")
         if self.chain is not None and self._stage_by_stage(self.chain):
             return self._done("optimal")
+        if not self.groups:
+            self.groups = self._first_groups()
+            self.rows = first_asked(self.groups)
         while self.left > 0 or self.chain is None:
             model, relaxation, self.rows = relaxed(
                 self.asked, self.groups, self.kinds, self.rows, excluded=self.excluded, deadline=self.deadline
@@ -178,7 +197,7 @@ class Search:
             verdict = self._round(model, relaxation)
             if verdict is None:
                 return self._done("optimal")
-            if self.best is not None and self.best[1].seconds <= self.bound * (1 + TOLERANCE):
+            if self.best is not None and self.bound >= self.to_beat * (1 - TOLERANCE):
                 return self._done("optimal")
             if self.best is None and self.cutoff == INFINITY and verdict.over:
                 self._look_lower(max(verdict.excess))
@@ -194,7 +213,7 @@ class Search:
 
     def _stage_by_stage(self, chain: ChainSearch) -> bool:
         """[Note: Labels] Whether that proves that nothing beats the best; the bound is what it proves else."""
-        answer = chain.run(cutoff=self.to_beat, seconds=self.left * _CHAIN_SHARE)
+        answer = chain.run(cutoff=self.reached, gap=self.gap, seconds=self.left * _CHAIN_SHARE)
         self.nodes += answer.labels
         if answer.choice is not None:
             self._offer(answer.choice, evaluate(self.problem, answer.choice))
@@ -322,7 +341,7 @@ class Search:
         choice, verdict = arranged(self.problem, self.groups, model.read(answer), enough=self.problem.limit)
         self.judged = choice
         self._offer(choice, verdict)
-        if verdict.seconds < self.to_beat and len(self.groups) < len(self.problem.stages):
+        if verdict.seconds < self.reached and len(self.groups) < len(self.problem.stages):
             self._polish(choice)
         return verdict
 
@@ -339,27 +358,28 @@ class Search:
             self._offer(*found)
 
     def _offer(self, choice: tuple[StageChoice, ...], verdict: Verdict) -> None:
-        if verdict.peak <= self.problem.limit and verdict.seconds < self.to_beat:
+        if verdict.peak <= self.problem.limit and verdict.seconds < self.reached:
             self.best = choice, verdict
 
     def _done(self, status: str) -> Outcome:
         outcome = self._outcome(status)
         if status == "optimal":
-            self.proven = outcome
+            self.bound = max(self.bound, outcome.bound)
+            self.proven = None if self.gap else outcome
         return outcome
 
     def _outcome(self, status: str) -> Outcome:
         if self.best is None and status == "limit" and self.cutoff == INFINITY:
             self._offer(*lowest_peak(self.problem))
         if self.best is None:
-            bound = INFINITY if status == "optimal" else self.bound
+            bound = self.to_beat if status == "optimal" else self.bound
             return Outcome(None, None, bound, self.nodes, "infeasible" if status == "optimal" else status)
         choice, verdict = tidied(self.problem, *self.best)
-        bound = verdict.seconds if status == "optimal" else self.bound
+        bound = min(verdict.seconds, self.to_beat) if status == "optimal" else self.bound
         return Outcome(choice, verdict, bound, self.nodes, status)
 
 
-def _is_long(problem: Problem) -> bool:
+def is_long(problem: Problem) -> bool:
     """Whether going through the stages one by one is quicker than HiGHS: many choices, of few kinds of stages."""
     kinds = {id(stage.variants): stage for stage in problem.stages}
     counts = {key: count_choices(stage) for key, stage in kinds.items()}
