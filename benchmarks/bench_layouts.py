@@ -26,7 +26,7 @@ from osdp.model.tensor_parallel import divide
 from osdp.report.layouts_page import layout_rows
 
 
-def asked_of(source: ModelSource, cluster: Cluster, global_batch: int) -> Asked:
+def asked_of(source: ModelSource, cluster: Cluster, batching: Batching, training: Training) -> Asked:
     from osdp.model.capture import capture
 
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
@@ -42,10 +42,8 @@ def asked_of(source: ModelSource, cluster: Cluster, global_batch: int) -> Asked:
 
     def captured(model: nn.Module) -> ModelGraph:
         given = {"loss": source.loss, "name": source.name, "seq_len": source.seq_len, "device": cluster.device}
-        return capture(model, source.inputs, compute_dtype="bf16", **given)
+        return capture(model, source.inputs, compute_dtype=training.precision.compute_dtype, **given)
 
-    batching = Batching(None, None, global_batch)
-    training = Training.of("bf16", "adamw", None)
     return Asked(divided, cluster, training, Rules(), batching, capture_experts=with_experts)
 
 
@@ -67,7 +65,8 @@ def line(tried: Tried, seconds: float) -> str:
 
 def main() -> None:
     name, word, samples, *layouts = sys.argv[1:]
-    asked = asked_of(load_model(name), Cluster.parse(word), int(samples))
+    batching, training = Batching(None, None, int(samples)), Training.of("bf16", "adamw", None)
+    asked = asked_of(load_model(name), Cluster.parse(word), batching, training)
     degrees = [tuple(map(int, each.split("x"))) for each in layouts]
     tried = []
     for each in degrees or [(t, p) for t in TENSOR_DEGREES for p in PIPELINE_DEGREES]:
