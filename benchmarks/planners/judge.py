@@ -91,8 +91,12 @@ class Answer:
     notes: str = ""
 
     @property
+    def measured_peak(self) -> int:
+        return self.peak_bytes if self.dry_run_bytes is None else self.dry_run_bytes
+
+    @property
     def fits(self) -> bool:
-        return max(self.peak_bytes, self.dry_run_bytes or 0) <= self.limit_bytes
+        return self.measured_peak <= self.limit_bytes
 
 
 def plan_of(case: Case, step: StepGraph) -> Plan:

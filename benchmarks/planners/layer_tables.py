@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from bench_against_table import MIB, bytes_of, choices_of, seconds_of, working_set
-from planners.judge import Answer, Case, Space, cpu_seconds, judged, plan_of
 from table_search import Item, vectorised
 
 from osdp.cost.tables import Rules
@@ -21,6 +20,7 @@ from osdp.recompute import Recompute
 from osdp.search.evaluate import evaluate
 from osdp.search.problem import Problem, StageChoice, StageTable
 from osdp.sharding import FREE, KEEP, REPLICATE
+from planners.judge import Answer, Case, Space, cpu_seconds, judged, plan_of
 
 SHARES = (1.0, 0.5, 0.25, 0.1)
 ORIGINAL = Rules(modes=(REPLICATE, FREE), split=False, granularities=(WHOLE,), two_levels=False, prefetch=(1,))

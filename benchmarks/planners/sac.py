@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from planners.judge import Answer, Case, Space, cpu_seconds, judged, plan_of
-from planners.roofline import roofline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.ilp_utils import Graph, aggregate_stats, parse_module_info
@@ -42,8 +41,10 @@ from osdp.model.source import load_model
 from osdp.model.structure import own_blocks
 from osdp.model.values import fake_of
 from osdp.recompute import EVERY_RECOMPUTE, Recompute
-from osdp.search.problem import StageChoice, StageTable
+from osdp.search.problem import StageChoice
 from osdp.sharding import FREE
+from planners.judge import Answer, Case, Space, cpu_seconds, judged, plan_of
+from planners.roofline import roofline
 
 RULES = Rules(modes=(FREE,), split=False, granularities=(WHOLE,), two_levels=False, prefetch=(1,))
 ROUNDS = 5  # of correcting the budget
@@ -192,7 +193,8 @@ def at_batch(case: Case, batch: int) -> tuple[StepGraph, int] | None:
     budget = limit - _others_bytes(most) + stats.sharded_bytes / ranks
     best: StepGraph | None = None
     asked = 0
-    for asked in range(1, ROUNDS + 1):
+    while asked < ROUNDS:
+        asked += 1
         shares = discarded(stats, budget, ranks)
         if shares is None:
             break
@@ -206,18 +208,21 @@ def at_batch(case: Case, batch: int) -> tuple[StepGraph, int] | None:
     return None if best is None else (best, asked)
 
 
-def sac(case: Case, *, dry: bool) -> Answer | None:
-    """torch's planner at the batch sizes that FSDP takes at its best, with each kind of recompute."""
-    began = cpu_seconds()
+def _sizes(case: Case) -> list[int]:
+    """The batch sizes that FSDP takes at its best with each kind of recompute, and one between the outermost."""
     usual = baselines(case.graph, case.devices, case.training, Batching())
-    sizes = {way.baseline.batch_size for way in usual if way.baseline.feasible and way.uniform.mode == FREE}
-    best: tuple[StepGraph, int] | None = None
-    for batch in sorted(sizes):
-        found = at_batch(case, batch)
-        if found is not None and (best is None or found[0].seconds / batch < best[0].seconds / best[0].batch):
-            best = found
-    if best is None:
+    found = {way.baseline.batch_size for way in usual if way.baseline.feasible and way.uniform.mode == FREE}
+    return sorted({*found, round(math.sqrt(min(found) * max(found)))}) if found else []
+
+
+def sac(case: Case, *, dry: bool) -> Answer | None:
+    """The planner's best over a few batch sizes: it has none to choose itself."""
+    began = cpu_seconds()
+    sizes = _sizes(case)
+    tried = [found for batch in sizes if (found := at_batch(case, batch)) is not None]
+    if not tried:
         return None
+    best, asked = min(tried, key=lambda found: found[0].seconds / found[0].batch)
     used = cpu_seconds() - began
-    notes = f"batch sizes {', '.join(map(str, sorted(sizes)))}; {best[1]} budgets at the best"
-    return judged("torch's sac_milp", case, plan_of(case, best[0]), seconds=used, dry=dry, notes=notes)
+    notes = f"batch sizes {', '.join(map(str, sizes))}; budget set {asked} times"
+    return judged("torch's sac_milp", case, plan_of(case, best), seconds=used, dry=dry, notes=notes)
