@@ -126,8 +126,8 @@ proven bound they then were.
 - **OSDP's table**: the search of the original's released code, [written anew](planning.md), all megabytes of a layer at
   once, where the released one fills single cells in Python. Given: each layer's seconds and megabytes from osdp's
   tables, replicated or freed, without recompute, selective and full. It cannot express overlap of communication with
-  computation, nor a peak: what a layer needs while it runs is one number for the model, here the best of four. Nor has
-  it layers that stay gathered in part, units below a block, or a layer kept from forward to backward. The original's
+  computation, nor a peak: what layers need while they run is one number for the model, here as little as the answer
+  needs, found by trial. Nor has it units below a block, or a layer kept from forward to backward. The original's
   splitting of operators, which comes before its search, is not in it.
 - **Galvatron's core**: the compiled dynamic programming of `hetu-galvatron` 2.4.0. Given the same, with ZeRO-2 (keep)
   too, full recompute or none; seconds added up, and also the longer of a layer's compute and communication: the better

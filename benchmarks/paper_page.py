@@ -99,7 +99,7 @@ def table(found: Sequence[Row]) -> str:
     keys = list(found[0])
     lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
     for row in found:
-        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell or "") for cell in row.values()]
+        cells = [f"{cell:.4g}" if isinstance(cell, float) else str(cell or "") for cell in row.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -167,10 +167,10 @@ def draw(found: Found, folder: Path) -> None:
 
     large = [setting for setting in settings(found) if "H100" in setting.cluster]
     models = list(dict.fromkeys(setting.model for setting in large))
+    if not models:
+        return
     for axis, title in (("devices", "devices (H100)"), ("memory", "GiB of a device, 8 hosts of 8")):
-        figure, axes = plt.subplots(
-            1, max(1, len(models)), figsize=(4 * len(models), 3.4), layout="constrained", squeeze=False
-        )
+        figure, axes = plt.subplots(1, len(models), figsize=(4 * len(models), 3.4), layout="constrained", squeeze=False)
         for place, model in zip(axes.flat, models, strict=True):
             mine = [each for each in large if each.model == model and (each.memory is None) == (axis == "devices")]
             for way in ("osdp", *BASELINES, *LAYOUTS):

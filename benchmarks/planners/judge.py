@@ -27,7 +27,7 @@ from osdp.search.problem import Problem, StageChoice
 from osdp.verify import verify
 
 T = TypeVar("T")
-FINER = 1.25  # the ratio of two batch sizes that are tried one after the other
+FINER = 1.4  # the ratio of two batch sizes that are tried one after the other
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Space:
         return self.tables.problem(batch, limit=self.cluster.limit_bytes, recomputed=self.recomputed)
 
     def sizes(self) -> list[int]:
-        """The batch sizes to try: each about a quarter more than the one before, up to the largest that may fit."""
+        """The batch sizes to try: each up to 1.4 times the one before, up to the largest that may fit."""
         most = largest_batch(lambda batch, _: self.problem(batch), most=LARGEST_MICRO_BATCH)
         found, size = [], 1.0
         while size < most:

@@ -1,8 +1,8 @@
 """Planners that add up a time and a number of megabytes for each layer: the original's, and Galvatron's compiled core.
 
-Both are given each layer's seconds and bytes from osdp's tables, as in `bench_against_table`. What a layer needs beyond
-what it holds, while it runs, is taken off the limit once. At the largest of any layer in any choice that is often far
-too much, so shares of it are tried too, and what fits by osdp's timeline counts.
+Both are given each layer's seconds and bytes from osdp's tables, as in `bench_against_table`. What layers need beyond
+what they hold, while they run, is no layer's: it is taken off the limit. In good faith that is as little as can be: by
+halving, the most megabytes are found at which what is chosen for them fits by osdp's timeline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from bench_against_table import MIB, bytes_of, choices_of, seconds_of, working_set
+from bench_against_table import MIB, bytes_of, choices_of, seconds_of
 from table_search import Item, vectorised
 
 from osdp.cost.tables import Rules
@@ -22,7 +22,7 @@ from osdp.search.problem import Problem, StageChoice, StageTable
 from osdp.sharding import FREE, KEEP, REPLICATE
 from planners.judge import Answer, Case, Space, cpu_seconds, judged, plan_of
 
-SHARES = (1.0, 0.5, 0.25, 0.1)
+HALVINGS = 6  # of the megabytes that layers may hold
 ORIGINAL = Rules(modes=(REPLICATE, FREE), split=False, granularities=(WHOLE,), two_levels=False, prefetch=(1,))
 GALVATRON = Rules(
     modes=(REPLICATE, KEEP, FREE),
@@ -44,16 +44,15 @@ def overlapped_seconds(stage: StageTable, choice: StageChoice) -> float:
     return max(compute, seconds_of(stage, choice) - compute)
 
 
-def layer_items(problem: Problem, seconds: LayerSeconds) -> tuple[list[Item], list[list[StageChoice]], int]:
-    """Each layer's seconds and megabytes of each of its choices, the choices, and the largest working space."""
-    kinds: dict[int, tuple[Item, list[StageChoice], int]] = {}
+def layer_items(problem: Problem, seconds: LayerSeconds) -> tuple[list[Item], list[list[StageChoice]]]:
+    """Each layer's seconds and megabytes of each of its choices, and the choices."""
+    kinds: dict[int, tuple[Item, list[StageChoice]]] = {}
     for stage in problem.stages:
         if id(stage.variants) not in kinds:
             choices = choices_of(stage)
-            item = [(seconds(stage, each), -(-bytes_of(stage, each) // MIB)) for each in choices]
-            kinds[id(stage.variants)] = item, choices, max(working_set(stage, each) for each in choices)
+            kinds[id(stage.variants)] = [(seconds(stage, c), -(-bytes_of(stage, c) // MIB)) for c in choices], choices
     made = [kinds[id(stage.variants)] for stage in problem.stages]
-    return [item for item, _, _ in made], [choices for _, choices, _ in made], max(most for _, _, most in made)
+    return [item for item, _ in made], [choices for _, choices in made]
 
 
 def galvatron_core(items: list[Item], megabytes: int) -> list[int] | None:
@@ -82,16 +81,21 @@ def best_choice(
     """The fastest by osdp's measure of what the search chooses with each way of adding up; None where nothing fits."""
     best: tuple[float, tuple[StageChoice, ...]] | None = None
     for way in seconds:
-        items, choices, working = layer_items(problem, way)
-        for share in SHARES:
-            megabytes = (problem.limit - problem.constant - int(share * working)) // MIB
+        items, choices = layer_items(problem, way)
+        low, high = sum(min(need for _, need in item) for item in items), (problem.limit - problem.constant) // MIB
+        for tried in range(HALVINGS):
+            megabytes = (low, high)[tried] if tried < 2 else (low + high) // 2
             numbers = search(items, megabytes) if megabytes >= 0 else None
             if numbers is None:
-                continue
+                break
             choice = tuple(each[number] for each, number in zip(choices, numbers, strict=True))
             verdict = evaluate(problem, choice)
-            if verdict.peak <= problem.limit and (best is None or verdict.seconds < best[0]):
+            fits = verdict.peak <= problem.limit
+            if fits and (best is None or verdict.seconds < best[0]):
                 best = verdict.seconds, choice
+            if (tried == 0 and not fits) or (tried == 1 and fits):
+                break
+            low, high = (megabytes, high) if fits else (low, megabytes)
     return best
 
 
