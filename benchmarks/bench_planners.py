@@ -30,6 +30,7 @@ from osdp.planning import plan_graph
 
 RESULTS = Path(__file__).parent / "results" / "planners.jsonl"
 CASES = (
+    Case("gpt-small-27m", "8xA100-40GB", "2GiB"),
     Case("gpt2-xl", "8xA100-40GB", "10GiB"),
     Case("gpt2-xl", "8xA100-40GB", "24GiB"),
     Case("gpt-pyramid", "8xRTX-TITAN", "8GiB", "fp32"),
@@ -135,7 +136,7 @@ proven bound they then were.
   outside of these problems, and its own cost models are not used.
 - **torch's sac_milp**: `torch.distributed._tools.sac_ilp`, under FSDP2. Given: torch's own estimators on fake tensors,
   their roofline at the catalogue's rates; blocks as its units; a budget less what it does not count, corrected up to
-  five times by osdp's timeline; the batch sizes of FSDP at its best with each recompute, and one between. It cannot
+  twice by osdp's timeline; the batch sizes of FSDP at its best with each recompute, and one between. It cannot
   express how parameters are sharded (every block is freed), communication, optimizer states, gathered parameters, or
   the batch. The shares of activations that it discards are rounded to none, selective or full.
 

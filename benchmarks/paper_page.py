@@ -114,6 +114,13 @@ def verdict(found: Sequence[Row]) -> str:
         said[-1] += f", least {min(gains):.3f}, most {max(gains):.3f}."
     if alone:
         said.append(f"In {alone} rows osdp trains and none of these does.")
+    both = [row for row in found if isinstance(row.get("paper's modes"), float) and isinstance(row["osdp"], float)]
+    if missed := [row for row in both if row["paper's modes"] > row["osdp"]]:
+        worst = max(row["paper's modes"] / row["osdp"] for row in missed)
+        said.append(
+            f"In {len(missed)} of {len(both)} rows the search found a faster plan of the paper's modes alone, by up to"
+            f" {100 * (worst - 1):.1f} %: it stopped too early in the larger space, which has that plan too."
+        )
     for way in LAYOUTS:
         priced = [row for row in found if row[way] != "" and row["osdp"] not in ("", "–")]
         faster = [row for row in priced if row[way] != "–" and row[way] > row["osdp"]]

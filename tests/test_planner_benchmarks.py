@@ -115,4 +115,13 @@ def test_the_page_says_where_osdp_is_below_a_baseline(script: Any) -> None:
     rows = page.rows(dict([of("8GiB", 8.0, 4.0), of("16GiB", 9.0, 10.0)]))
     assert [row["osdp / best"] for row in rows] == [2.0, 0.9]
     assert "least 0.900, most 2.000" in page.verdict(rows)
+    narrower = page.rows(
+        {
+            (page.Setting("gpt", "8xA100-40GB", None, "fp32"), "data"): [
+                page.Figure("osdp", 8.0),
+                page.Figure("paper's modes", 10.0),
+            ]
+        }
+    )
+    assert "faster plan of the paper's modes alone, by up to 25.0 %" in page.verdict(narrower)
     assert "| 8GiB | 8 | " in page.page(dict([of("8GiB", 8.0, 4.0)]), page.Setting("other", "8xA100", None, "fp32"))

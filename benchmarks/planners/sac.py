@@ -47,7 +47,7 @@ from planners.judge import Answer, Case, Space, cpu_seconds, judged, plan_of
 from planners.roofline import roofline
 
 RULES = Rules(modes=(FREE,), split=False, granularities=(WHOLE,), two_levels=False, prefetch=(1,))
-ROUNDS = 5  # of correcting the budget
+ROUNDS = 3  # of correcting the budget: each may take the 180 s at which torch stops its solver
 ENOUGH = 0.02  # of the limit: with less to spare the budget is not raised
 GIB = 2**30
 ACTIVATIONS = (SAVED, TEMPORARIES)
