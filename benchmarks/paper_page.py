@@ -53,7 +53,9 @@ def rates(found: Found, setting: Setting) -> dict[str, float | None]:
 
 
 def settings(found: Found) -> list[Setting]:
-    return list(dict.fromkeys(setting for setting, _ in found))
+    """Model by model, in the order in which models were first looked at."""
+    models = list(dict.fromkeys(setting.model for setting, _ in found))
+    return sorted(dict.fromkeys(setting for setting, _ in found), key=lambda setting: models.index(setting.model))
 
 
 def rows(found: Found) -> list[Row]:
@@ -119,7 +121,7 @@ def verdict(found: Sequence[Row]) -> str:
         worst = max(row["paper's modes"] / row["osdp"] for row in missed)
         said.append(
             f"In {len(missed)} of {len(both)} rows the search found a faster plan of the paper's modes alone, by up to"
-            f" {100 * (worst - 1):.1f} %: it stopped too early in the larger space, which has that plan too."
+            f" {100 * (worst - 1):.2f} %: it stopped too early in the larger space, which has that plan too."
         )
     for way in LAYOUTS:
         priced = [row for row in found if row[way] != "" and row["osdp"] not in ("", "–")]

@@ -123,5 +123,5 @@ def test_the_page_says_where_osdp_is_below_a_baseline(script: Any) -> None:
             ]
         }
     )
-    assert "faster plan of the paper's modes alone, by up to 25.0 %" in page.verdict(narrower)
+    assert "faster plan of the paper's modes alone, by up to 25.00 %" in page.verdict(narrower)
     assert "| 8GiB | 8 | " in page.page(dict([of("8GiB", 8.0, 4.0)]), page.Setting("other", "8xA100", None, "fp32"))
