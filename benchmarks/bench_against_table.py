@@ -15,6 +15,7 @@ Target: at least 500 times faster than the released way, at an equal or better o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -32,12 +33,13 @@ from osdp.cost.units import WHOLE
 from osdp.model.graph import ModelGraph
 from osdp.recompute import Recompute
 from osdp.search.batches import Candidate, largest_batch, search_batches
-from osdp.search.evaluate import evaluate
-from osdp.search.problem import Problem, StageChoice, StageTable, UnitOption
+from osdp.search.evaluate import TakenStage, evaluate
+from osdp.search.problem import ALONE, Problem, StageChoice, StageTable, UnitOption
 from osdp.search.solve import Outcome, solve_exactly
 from osdp.sharding import FREE, REPLICATE
 
 MIB = 1 << 20
+NOTHING = UnitOption(None, np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64))
 TARGET = 500.0
 MODELS = ("gpt-48x2048", "gpt-96x1024")
 RULES = {
@@ -60,10 +62,9 @@ def taken(stage: StageTable, choice: StageChoice) -> list[UnitOption]:
 
 
 def seconds_of(stage: StageTable, choice: StageChoice) -> float:
-    variant = stage.variants[choice.variant]
-    names = ("gather", "gather_again", "reduce", "copy", "copy_again", "copy_reduce", "step")
-    moved = sum(getattr(option, name).at(1) for option in taken(stage, choice) for name in names)
-    return variant.forward_seconds + variant.backward_seconds + moved
+    """All that a layer and its units take, one after the other; what it does with another layer's units is left out."""
+    own = TakenStage(stage, choice)
+    return own.serial_seconds(ALONE, defaultdict(lambda: (NOTHING, 1)), (False, True)) + own.step_seconds
 
 
 def bytes_of(stage: StageTable, choice: StageChoice) -> int:

@@ -27,7 +27,9 @@ from osdp.model.tensor_parallel import divide
 from osdp.report.layouts_page import layout_rows
 
 
-def asked_of(source: ModelSource, cluster: Cluster, global_batch: int, *, by_tokens: bool, compiled: bool) -> Asked:
+def asked_of(
+    source: ModelSource, cluster: Cluster, batching: Batching, training: Training, *, by_tokens: bool = False
+) -> Asked:
     from osdp.model.capture import capture
 
     def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
@@ -43,10 +45,9 @@ def asked_of(source: ModelSource, cluster: Cluster, global_batch: int, *, by_tok
 
     def captured(model: nn.Module) -> ModelGraph:
         given = {"loss": source.loss, "name": source.name, "seq_len": source.seq_len, "device": cluster.device}
-        return capture(model, source.inputs, compute_dtype="bf16", compiled=compiled, **given)
+        dtype = training.precision.compute_dtype
+        return capture(model, source.inputs, compute_dtype=dtype, compiled=training.compiled, **given)
 
-    batching = Batching(None, None, global_batch)
-    training = Training.of("bf16", "adamw", None, compiled=compiled)
     return Asked(divided, cluster, training, Rules(), batching, capture_experts=with_experts)
 
 
@@ -67,10 +68,12 @@ def line(tried: Tried, seconds: float) -> str:
 
 
 def main() -> None:
-    flags = {"--sequence-parallel": "by_tokens", "--compiled": "compiled"}
+    flags = ("--sequence-parallel", "--compiled")
     name, word, samples, *layouts = [each for each in sys.argv[1:] if each not in flags]
-    given = {key: flag in sys.argv for flag, key in flags.items()}
-    asked = asked_of(load_model(name), Cluster.parse(word), int(samples), **given)
+    batching = Batching(None, None, int(samples))
+    training = Training.of("bf16", "adamw", None, compiled="--compiled" in sys.argv)
+    by_tokens = "--sequence-parallel" in sys.argv
+    asked = asked_of(load_model(name), Cluster.parse(word), batching, training, by_tokens=by_tokens)
     degrees = [tuple(map(int, each.split("x"))) for each in layouts]
     tried = []
     for each in degrees or [(t, p) for t in TENSOR_DEGREES for p in PIPELINE_DEGREES]:

@@ -1,184 +1,176 @@
 """The paper's table at its own settings, and larger models on 8 to 1,024 H100: predictions of the calibrated catalogue.
 
-    python benchmarks/bench_paper_table.py                 # the paper's settings
-    python benchmarks/bench_paper_table.py --scale         # llama3-8b, llama3-70b and mixtral-8x7b against devices
-    python benchmarks/bench_paper_table.py --plots docs/benchmarks
-    python benchmarks/bench_paper_table.py --page docs/benchmarks/paper-table.md
+    python benchmarks/bench_paper_table.py                     # the paper's settings
+    python benchmarks/bench_paper_table.py --scale             # llama3-8b, llama3-70b, mixtral-8x7b on 8 to 1,024 H100
+    python benchmarks/bench_paper_table.py --layouts           # tensor and pipeline parallelism at the paper's settings
+    python benchmarks/bench_paper_table.py --page docs/benchmarks/paper-table.md    # of what is known, with its plots
 
 Nothing here was run on an accelerator: every figure is the cost model's, osdp's and the baselines' alike. The paper's
-settings are GPTs that are narrow and deep, wide and shallow, and inconsistent and consecutive, on 8 RTX TITAN with 8
-and 16 GiB and on 2 hosts of 8 A100. Tensor and pipeline parallelism are not in the cost model, and not in the table.
+settings are GPTs that are narrow and deep, wide and shallow, and inconsistent and consecutive, in fp32, on 8 RTX TITAN
+with 8 and 16 GiB and on 2 hosts of 8 A100. What is known is kept in benchmarks/results/paper-table.jsonl, one line for
+each figure; what is there is not computed again, so a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from captured import captured
-from common import Row, deliver, parser
+from common import deliver, parser
+from paper_page import Figure, Setting, draw, page, rows
 
 from osdp.api import resolve
+from osdp.batching import Batching
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.errors import DoesNotFit
-from osdp.model.graph import ModelGraph
+from osdp.planfile import Plan
 from osdp.planning import plan_graph
 from osdp.sharding import FREE, REPLICATE
 
-WAYS = ("DDP", "ZeRO-2", "FSDP", "HSDP")
+RESULTS = Path(__file__).parent / "results" / "paper-table.jsonl"
 PAPERS_MODELS = ("gpt-48x1536", "gpt-96x1024", "gpt-48x2048", "gpt-4x8192", "gpt-2x12288", "gpt-pyramid")
-PAPERS_SETTINGS = (("8xRTX-TITAN", "8GiB"), ("8xRTX-TITAN", "16GiB"), ("2x8xA100-40GB", "16GiB"))
+PAPERS_CLUSTERS = (("8xRTX-TITAN", "8GiB"), ("8xRTX-TITAN", "16GiB"), ("2x8xA100-40GB", "16GiB"))
+PUBLISHED = Setting("gpt-48x1536", "8xRTX-TITAN", "8GiB", "fp32", 96)
 LARGE_MODELS = ("llama3-8b", "llama3-70b", "mixtral-8x7b")
 HOSTS = (1, 2, 4, 8, 16, 32, 64, 128)
-LIMITS = ("24GiB", "32GiB", "40GiB", "48GiB", "64GiB", "80GB")  # against memory, on 8 hosts
+LIMITS = ("24GiB", "32GiB", "40GiB", "48GiB", "64GiB")  # against memory, on 8 hosts
 PAPERS_RULES = Rules(modes=(REPLICATE, FREE))
+DEGREES = (2, 4, 8)
+MICRO_BATCHES = 8  # for each stage of a pipeline: its bubble is then a ninth of the step at most
+LARGEST_PIPELINED = 4  # samples of a micro-batch
 
 
-@dataclass(frozen=True)
-class Point:
-    """One model on one cluster: samples a second of each way at its best batch; None where it does not fit."""
-
-    model: str
-    cluster: str
-    memory: str | None
-    devices: int
-    batch: int | None
-    rates: dict[str, float | None]
+def papers_settings() -> Iterator[Setting]:
+    yield PUBLISHED
+    for model in PAPERS_MODELS:
+        for cluster, memory in PAPERS_CLUSTERS:
+            yield Setting(model, cluster, memory, "fp32")
 
 
-def point(graph: ModelGraph, cluster: str, memory: str | None, *, seconds: float, papers: bool) -> Point:
-    devices, training = resolve(cluster, memory), Training.of()
-    rates: dict[str, float | None] = dict.fromkeys(WAYS)
-    batch = None
+def scale_settings() -> Iterator[Setting]:
+    for model in LARGE_MODELS:
+        for hosts in HOSTS:
+            yield Setting(model, f"{hosts}x8xH100-80GB", None, "bf16")
+        for memory in LIMITS:
+            yield Setting(model, "8x8xH100-80GB", memory, "bf16")
+
+
+def figure(way: str, plan: Plan) -> Figure:
+    step = plan.predicted
+    samples = plan.batch_size * plan.accumulation
+    return Figure(way, step.samples_per_second, plan.batch_size, samples, step.step_seconds, step.peak_bytes)
+
+
+def data_parallel(setting: Setting, *, seconds: float, papers: bool) -> list[Figure]:
+    """osdp and every baseline, each at its best batch and recompute; with `papers`, the paper's modes too."""
+    training = Training.of(setting.precision)
+    devices = resolve(setting.cluster, setting.memory)
+    graph = captured(setting.model, training, devices.device)
+    asked = {"search_seconds": seconds, "global_batch": setting.global_batch}
     try:
-        plan = plan_graph(graph, devices, training, Rules(), search_seconds=seconds)
-    except DoesNotFit:
-        rates["osdp"] = None
-    else:
-        for way in plan.baselines:
-            if way.feasible:
-                rates[way.name] = max(rates[way.name] or 0.0, way.samples_per_second)
-        rates["osdp"], batch = plan.predicted.samples_per_second, plan.batch_size
+        plan = plan_graph(graph, devices, training, Rules(), **asked)
+    except DoesNotFit as error:
+        return [Figure("osdp", None, peak_bytes=error.peak_bytes)]
+    found = [figure("osdp", plan)]
+    for name in dict.fromkeys(each.name for each in plan.baselines):
+        ways = [each for each in plan.baselines if each.name == name]
+        best = max(ways, key=lambda each: each.samples_per_second if each.feasible else -each.peak_bytes)
+        if best.feasible:
+            samples = best.batch_size * best.accumulation
+            step = best.step_seconds, best.peak_bytes
+            found.append(Figure(name, best.samples_per_second, best.batch_size, samples, *step, str(best.recompute)))
+        else:
+            found.append(Figure(name, None, peak_bytes=best.peak_bytes))
     if papers:
         try:
-            rates["paper's modes"] = plan_graph(
-                graph, devices, training, PAPERS_RULES, search_seconds=seconds
-            ).predicted.samples_per_second
-        except DoesNotFit:
-            rates["paper's modes"] = None
-    return Point(graph.name, cluster, memory, devices.world_size, batch, rates)
-
-
-def rows(points: Sequence[Point]) -> list[Row]:
-    found = []
-    for each in points:
-        best = max((rate for way in WAYS if (rate := each.rates[way])), default=None)
-        own = each.rates["osdp"]
-        found.append(
-            {
-                "model": each.model,
-                "cluster": each.cluster,
-                "memory": each.memory or "",
-                **{way: rate or "–" for way, rate in each.rates.items()},
-                "batch": each.batch,
-                "osdp / best": own / best if own and best else None,
-            }
-        )
+            found.append(figure("paper's modes", plan_graph(graph, devices, training, PAPERS_RULES, **asked)))
+        except DoesNotFit as error:
+            found.append(Figure("paper's modes", None, peak_bytes=error.peak_bytes))
     return found
 
 
-PAGE = """# The paper's table, predicted
+def layouts(setting: Setting) -> list[Figure]:
+    """The best of a few tensor degrees, and of a few pipeline degrees, with the best plan inside each."""
+    from bench_layouts import asked_of
 
-Samples per second by the calibrated catalogue's cost model, osdp's and the baselines' alike: **nothing here was run on
-an accelerator**. Each way has its best batch and recompute; `–` does not fit. The settings are the paper's: GPTs that
-are narrow and deep, wide and shallow, and inconsistent and consecutive, on 8 RTX TITAN limited to 8 and 16 GiB and on 2
-hosts of 8 A100. "paper's modes" is osdp with replicate and free only, with splitting, as in the paper. Searches had
-{seconds:g} s each at most. Tensor and pipeline parallelism are measured in [rivals](rivals.md), not predicted here.
+    from osdp.layouts import Tried, priced
+    from osdp.model.source import load_model
 
-Computed {date} by `python benchmarks/bench_paper_table.py --seconds {seconds:g} --page docs/benchmarks/paper-table.md`.
+    devices, training = resolve(setting.cluster, setting.memory), Training.of(setting.precision)
+    asked = asked_of(load_model(setting.model), devices, Batching(), training)
 
-"""
+    def best(way: str, tried: list[Tried]) -> Figure:
+        plans = [figure(f"{way}", each.plan) for each in tried if each.plan is not None]
+        reasons = "; ".join(f"{max(each.tensor, each.pipeline)}: {each.reason}" for each in tried if each.plan is None)
+        return max(plans, key=lambda each: each.rate or 0.0) if plans else Figure(way, None, reason=reasons)
+
+    def pipelined(stages: int) -> Iterator[Tried]:
+        batch, before = 1, 0.0
+        while batch <= LARGEST_PIPELINED:
+            found = priced(replace(asked, batching=Batching(batch, MICRO_BATCHES * stages)), 1, stages)
+            yield found
+            rate = found.plan.predicted.samples_per_second if found.plan else 0.0
+            if rate <= before:
+                return
+            batch, before = 2 * batch, rate
+
+    return [
+        best("tensor", [priced(asked, degree, 1) for degree in DEGREES]),
+        best("pipeline", [found for degree in DEGREES for found in pipelined(degree)]),
+    ]
 
 
-def page(points: Sequence[Point], *, seconds: float) -> str:
-    """The table as a page of the documentation."""
-    found = rows(points)
-    keys = list(found[0])
-    lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
-    for row in found:
-        cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell or "") for cell in row.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    gains = [row["osdp / best"] for row in found if row["osdp / best"]]
-    mean = math.exp(statistics.fmean(math.log(gain) for gain in gains))
-    alone = sum(row["osdp"] != "–" and row["osdp / best"] is None for row in found)
-    said = f"osdp over the best baseline, geometric mean of {len(gains)} rows: {mean:.2f}; least {min(gains):.2f}. "
-    said += f"In {alone} rows osdp trains and no baseline does."
-    head = PAGE.format(seconds=seconds, date=f"{datetime.now(UTC):%Y-%m-%d}")
-    return head + "\n".join(lines) + f"\n\n{said}\n"
+@dataclass(frozen=True)
+class Known:
+    """What a file of results has: the figures of each setting, one line for each setting and part."""
 
+    path: Path
 
-def draw(points: Sequence[Point], folder: Path) -> None:
-    """Throughput against devices, and against memory, one plot for each model."""
-    import matplotlib
+    def read(self) -> dict[tuple[Setting, str], list[Figure]]:
+        if not self.path.exists():
+            return {}
+        lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return {
+            (Setting(**line["setting"]), line["part"]): [Figure(**each) for each in line["figures"]] for line in lines
+        }
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "osdp"
-    import matplotlib.pyplot as plt
-
-    models = list(dict.fromkeys(each.model for each in points))
-    for axis, title in (("devices", "devices (H100)"), ("memory", "memory of a device, 8 hosts")):
-        figure, axes = plt.subplots(1, len(models), figsize=(4 * len(models), 3.4), layout="constrained", squeeze=False)
-        for place, model in zip(axes.flat, models, strict=True):
-            mine = [e for e in points if e.model == model and (e.memory is None) == (axis == "devices")]
-            for way in ("osdp", *WAYS):
-                found = [(getattr(e, axis), rate) for e in mine if (rate := e.rates[way])]
-                if found:
-                    place.plot(*zip(*found, strict=True), marker="o", markersize=3, label=way)
-            place.set(title=model, xlabel=title, ylabel="samples/s (predicted)")
-            if axis == "devices":
-                place.set(xscale="log", yscale="log")
-            place.legend(frameon=False, fontsize=7)
-        figure.savefig(folder / f"scale-{axis}.svg", metadata={"Date": None})
-        plt.close(figure)
+    def add(self, setting: Setting, part: str, figures: list[Figure], seconds: float) -> None:
+        about = {"setting": asdict(setting), "part": part, "figures": [asdict(each) for each in figures]}
+        with self.path.open("a") as file:
+            file.write(json.dumps({**about, "seconds": seconds, "date": f"{datetime.now(UTC):%Y-%m-%d}"}) + "\n")
 
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--scale", action="store_true", help="the larger models on 8 to 1,024 H100")
+    arguments.add_argument("--layouts", action="store_true", help="tensor and pipeline parallelism too")
     arguments.add_argument("--models", type=lambda text: text.split(","), help="default: all of them")
     arguments.add_argument("--seconds", type=float, default=10.0, help="of each search at most (default: 10)")
-    arguments.add_argument("--save", type=Path, help="write every figure as JSON")
-    arguments.add_argument("--plots", type=Path, help="folder for the plots of --scale (SVG)")
-    arguments.add_argument("--page", type=Path, help="write the table as a page of the documentation")
+    arguments.add_argument("--results", type=Path, default=RESULTS, help="what is known, one line for each figure")
+    arguments.add_argument("--page", type=Path, help="write what is known as a page of the documentation, with plots")
     wanted = arguments.parse_args()
-    settings: list[tuple[str, str | None]] = list(PAPERS_SETTINGS)
-    if wanted.scale or wanted.plots:
-        settings = [(f"{hosts}x8xH100-80GB", None) for hosts in HOSTS]
-        settings += [("8x8xH100-80GB", memory) for memory in LIMITS]
-    scale = bool(wanted.scale or wanted.plots)
-    points = []
-    for model in wanted.models or (LARGE_MODELS if scale else PAPERS_MODELS):
-        graph = captured(model, Training.of())
-        for cluster, memory in settings:
-            print(f"{model} on {cluster} {memory or ''}", file=sys.stderr, flush=True)
-            points.append(point(graph, cluster, memory, seconds=wanted.seconds, papers=not scale))
-    if wanted.save is not None:
-        about: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "points": [asdict(each) for each in points]}
-        wanted.save.write_text(json.dumps(about, indent=1) + "\n")
-    if wanted.plots is not None:
-        draw(points, wanted.plots)
+    known = Known(wanted.results)
     if wanted.page is not None:
-        wanted.page.write_text(page(points, seconds=wanted.seconds))
-    title = "Predicted samples/s, each way at its best batch and recompute"
-    deliver({title: rows(points)}, as_json=wanted.json)
+        found = known.read()
+        wanted.page.write_text(page(found, PUBLISHED))
+        draw(found, wanted.page.parent)
+        return 0
+    part = "layouts" if wanted.layouts else "data"
+    for setting in scale_settings() if wanted.scale else papers_settings():
+        is_wanted = wanted.models is None or setting.model in wanted.models
+        if not is_wanted or (setting, part) in known.read() or (wanted.layouts and setting == PUBLISHED):
+            continue
+        print(setting, file=sys.stderr, flush=True)
+        papers = not wanted.scale
+        made = layouts(setting) if wanted.layouts else data_parallel(setting, seconds=wanted.seconds, papers=papers)
+        known.add(setting, part, made, wanted.seconds)
+    deliver({"Predicted samples/s, each way at its best batch and recompute": rows(known.read())}, as_json=wanted.json)
     return 0
 
 

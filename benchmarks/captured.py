@@ -11,6 +11,7 @@ import pickle
 from pathlib import Path
 
 import osdp
+from osdp.cluster.device import Device
 from osdp.cost.training import Training
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
@@ -18,12 +19,14 @@ from osdp.model.source import load_model
 KEPT = Path(__file__).parent.parent / "build" / "captured"
 
 
-def captured(name: str, training: Training) -> ModelGraph:
+def captured(name: str, training: Training, device: Device | None = None) -> ModelGraph:
+    """The model as its kernels are on a device, by default this CPU."""
     dtype = training.precision.compute_dtype
-    path = KEPT / f"{name}-{dtype}-{_digest()}.pickle"
+    on = "" if device is None else f"{device.name}-"
+    path = KEPT / f"{name}-{on}{dtype}-{_digest()}.pickle"
     if path.exists():
         return pickle.loads(path.read_bytes())
-    graph = load_model(name).capture(dtype)
+    graph = load_model(name).capture(dtype, device=device)
     KEPT.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps(graph))
     return graph
