@@ -11,6 +11,7 @@ the loss and its gradient, two scalars that live outside the model.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -421,6 +422,34 @@ def test_slices_need_no_more_than_is_predicted_and_little_less(case: Case) -> No
     assert not [found for found in differences(rows, expected) if found.endswith("too little")]
     highest = max(row.allocated for row in rows)
     assert max(value for _, value in expected) <= 1.05 * highest
+
+
+def drawn_in_slices(seed: int) -> Case:
+    draw = random.Random(seed)
+    return Case(
+        draw.choice([*((mode,) for mode in EVERY_MODE), EVERY_MODE]),
+        model=draw.choice(["gpt-untied", "llama", "gpt2", "bert", "vit"]),
+        device=draw.choice(["CPU", "A100-80GB"]),
+        splits=(draw.choice([(2, 2), (4, 4), (8, 8), (4, 2)]),),
+        recompute=draw.choice([NONE, ALL]),
+        accumulation=draw.choice([1, 2]),
+        precision=draw.choice(["fp32", "bf16"]),
+        granularity=OPERATORS,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_no_plan_in_slices_has_a_higher_peak_than_predicted(seed: int) -> None:
+    case = drawn_in_slices(seed)
+    layout, options = laid_out(case)
+    timeline = build_timeline(layout, options, BATCH, case.training, case.cluster)
+    rows, optimizer = measured(case, plan_of(case, layout, options))
+    highest = max(max(row.allocated for row in rows), optimizer.allocated)
+    error = timeline.peak_bytes / highest - 1
+    print(f"{case}: {error:+.2%}")
+    assert timeline.peak_bytes >= highest - SCALARS
+    assert error <= (0.1 if case.precision == "fp32" else 0.25)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-8bit", "adafactor"])

@@ -389,15 +389,13 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
 def _slices_of_a_second_forward(option: Option, sizes: Sizes, places: Places, training: Training) -> list[Allocation]:
     """FSDP2 does not free what a forward within backward has gathered: all slices are there until backward has passed.
 
-    That one is there at a time is counted elsewhere, and so are kept ones.
+    That one is there at a time is counted elsewhere, and so are all kept ones.
     """
-    gathering = option.slices if training.precision.casts else option.sharded * option.mode.is_sharded
-    beyond = gathering - option.sharded * option.mode.is_kept - 1
-    if beyond < 1:
-        return []
-    begin = places.enter_backward
+    begin, gathered = places.enter_backward, sizes.gathered * training.precision.compute_bytes
     assert begin is not None
-    return _given_way(beyond, sizes.gathered * training.precision.compute_bytes, begin, sizes, places, training)
+    count = option.slices if training.precision.casts else option.sharded * option.mode.is_sharded
+    count -= option.sharded if option.mode.is_kept else 1
+    return _given_way(count, gathered, begin, sizes, places, training)
 
 
 def _given_way(
