@@ -51,7 +51,7 @@ def killed_at(event: int, folder: Path, step: int) -> None:
     save_small(folder, step, keep=1)
 
 
-@pytest.mark.parametrize("step", [2, 1])  # a new one, and one that replaces itself
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])  # a new one; one that replaces itself
 def test_killed_at_any_file_operation_the_last_checkpoint_is_whole(step: int, tmp_path: Path) -> None:
     for event in range(1, 60):
         folder = tmp_path / str(event)

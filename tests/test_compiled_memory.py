@@ -81,7 +81,9 @@ def given_to(model: nn.Module, block: nn.Module, inputs: Any) -> Any:
     return map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), found[0])
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt", "fp32"), ("llama", "bf16"), ("bert", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt", "fp32"), ("llama", "bf16"), pytest.param("bert", "fp32", marks=pytest.mark.slow)]
+)
 def test_a_compiled_block_holds_what_was_traced(name: str, dtype: str) -> None:
     graph = compiled(name, dtype)
     assert graph.assumptions == captured(name, dtype).assumptions  # nothing fell back

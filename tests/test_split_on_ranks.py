@@ -156,7 +156,8 @@ def load(folder: str, splits: dict[str, int]) -> tuple[dict[str, Tensor], dict[s
 
 @IN_ONE_PROCESS
 @pytest.mark.parametrize(
-    ("world_size", "other_world_size", "asynchronous"), [(2, 3, False), (3, 2, False), (3, 2, True)]
+    ("world_size", "other_world_size", "asynchronous"),
+    [(2, 3, False), pytest.param(3, 2, False, marks=pytest.mark.slow), (3, 2, True)],
 )
 def test_a_checkpoint_of_slices_loads_whole_and_split_otherwise(
     tmp_path: Path, world_size: int, other_world_size: int, asynchronous: bool

@@ -33,7 +33,7 @@ def traced(model: str, case: str) -> tuple[StepGraph, StepTrace]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", ["gpt", "t5"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("t5", marks=pytest.mark.slow)])
 def test_the_last_clock_is_the_stated_step(model: str, case: str) -> None:
     graph, trace = traced(model, case)
     assert trace.slowdown == pytest.approx(1.0, rel=1e-9)  # streams overlap fully: nothing is stretched

@@ -413,7 +413,13 @@ SLICED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", SLICED_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (index % 2))
+        for index, case in enumerate(SLICED_CASES)
+    ],
+)
 def test_slices_need_no_more_than_is_predicted_and_little_less(case: Case) -> None:
     layout, options = laid_out(case)
     timeline = build_timeline(layout, options, BATCH, case.training, case.cluster)
@@ -564,7 +570,7 @@ def test_units_of_blocks_that_are_left_when_backward_ends_are_never_below_fsdp2(
     assert highest - SCALARS <= timeline.peak_bytes <= 1.1 * highest
 
 
-@pytest.mark.parametrize("model", ["llama", "t5"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_mixture_without_the_first_block_is_never_below_fsdp2(model: str) -> None:
     """What the first block's checkpoint would hold is counted though it is not recomputed: upwards, and no more."""
     again = tuple(stage.name in ("model.layers.1", "decoder.block.1.layer.1") for stage in captured(model).blocks)
