@@ -39,6 +39,7 @@ __all__ = [
     "compute_in_place",
     "drop_gradients",
     "forward_broke",
+    "gathered_copies",
     "has_unreduced",
     "keep_partial",
     "param_groups",
@@ -194,6 +195,12 @@ def drop_gradients(group: FSDPParamGroup) -> None:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+
+
+def gathered_copies(groups: Iterable[FSDPParamGroup]) -> dict[nn.Parameter, nn.Parameter]:
+    """By gathered copy, the shard that it was made of."""
+    params = [param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    return {param._unsharded_param: param.sharded_param for param in params}
 
 
 def clear_unreduced(group: FSDPParamGroup, cleared: Set[nn.Parameter]) -> None:

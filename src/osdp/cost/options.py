@@ -11,10 +11,11 @@ import numpy as np
 
 from osdp.cost.issue_peaks import counted_twice
 from osdp.cost.layout import Layout
-from osdp.cost.lifetimes import forward_issue, slice_growths, stepping_bytes, unit_allocations
+from osdp.cost.lifetimes import forward_issue, stepping_bytes, unit_allocations
 from osdp.cost.offload import can_offload, host_bytes
 from osdp.cost.option_seconds import option_lines
 from osdp.cost.positions import Allocation, Places, Position
+from osdp.cost.slice_lifetimes import slice_growths
 from osdp.cost.table_rows import Slots, is_before_last, pass_bytes, value_at
 from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray

@@ -11,8 +11,9 @@ from osdp.cluster import Cluster
 from osdp.cost.buckets import places_of
 from osdp.cost.issue_peaks import counted_twice
 from osdp.cost.layout import Layout, levels
-from osdp.cost.lifetimes import chunk_bytes, slice_growths, stepping_bytes, unit_allocations
+from osdp.cost.lifetimes import chunk_bytes, stepping_bytes, unit_allocations
 from osdp.cost.positions import CONSTANTS, PARTS, SAVED, TEMPORARIES, Allocation, Position
+from osdp.cost.slice_lifetimes import slice_growths
 from osdp.cost.training import Training
 from osdp.cost.units import Option
 from osdp.model.graph import IntArray

@@ -29,6 +29,7 @@ from osdp._torch.fsdp import (
     clear_unreduced,
     drop_gradients,
     forward_broke,
+    gathered_copies,
     has_unreduced,
     reduce_unreduced,
 )
@@ -112,7 +113,7 @@ class Recovery:
 
     def gathered_now(self) -> dict[nn.Parameter, nn.Parameter]:
         """By gathered copy that modules have now, its shard."""
-        return _gathered(group for group in self._groups if not group.is_sharded)
+        return gathered_copies(group for group in self._groups if not group.is_sharded)
 
     def unreduced(self) -> set[nn.Parameter]:
         """The parameters of units that a backward has left unreduced."""
@@ -166,7 +167,7 @@ class Recovery:
         if optimizer not in self._optimizers:
             own = {param.sharded_param for group in self._groups for param in group.fsdp_params}
             held = set(_parameters_of(optimizer))
-            copies = held & _gathered(self._groups).keys() - own
+            copies = held & gathered_copies(self._groups).keys() - own
             if copies:
                 raise UsageError(
                     f"this {type(optimizer).__name__} was made between a forward and its backward: {len(copies)} of its"
@@ -209,12 +210,6 @@ def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
             " the loop, and, if the iterator has a name, call its close() where it is left early"
         )
     return found
-
-
-def _gathered(groups: Iterable[FSDPParamGroup]) -> dict[nn.Parameter, nn.Parameter]:
-    """By gathered copy, the shard that it was made of."""
-    params = [param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-    return {param._unsharded_param: param.sharded_param for param in params}
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterable[nn.Parameter]:
