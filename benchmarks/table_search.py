@@ -57,13 +57,7 @@ def lean(items: Sequence[Item], megabytes: int) -> list[int] | None:
                     taken[used] = option
         took.append(taken)
         before = now
-    if before[megabytes] == INFINITY:
-        return None
-    chosen, left = [], megabytes
-    for item, taken in zip(reversed(items), reversed(took), strict=True):
-        chosen.append(taken[left])
-        left -= item[taken[left]][1]
-    return chosen[::-1]
+    return None if before[megabytes] == INFINITY else _read_back(items, took, megabytes)
 
 
 def vectorised(items: Sequence[Item], megabytes: int) -> list[int] | None:
@@ -81,8 +75,11 @@ def vectorised(items: Sequence[Item], megabytes: int) -> list[int] | None:
             now[better], taken[better] = cells[better], option
         took.append(taken)
         before = now
-    if before[megabytes] == INFINITY:
-        return None
+    return None if before[megabytes] == INFINITY else _read_back(items, took, megabytes)
+
+
+def _read_back(items: Sequence[Item], took: Sequence[Sequence[int]], megabytes: int) -> list[int]:
+    """The option of every layer, from what the last one took to the first."""
     chosen, left = [], megabytes
     for item, taken in zip(reversed(items), reversed(took), strict=True):
         option = int(taken[left])
