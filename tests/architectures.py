@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shared import made_once
 from small_models import gpt
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def tiny(name: str) -> ModelSource:
         return load_model(str(file), seq_len=None if name in ("vit", "swin") else LENGTH)
 
 
-@cache
+@made_once
 def graph_of(name: str) -> ModelGraph:
     """The captured model. Units do not depend on the dtype, and on fake tensors Mixtral's experts run in bf16 only."""
     source = tiny(name)

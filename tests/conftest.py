@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from shared import FOLDER
 
 from osdp.cluster import Cluster
 from osdp.planfile import PLAN_VERSION, Baseline, Certificate, Plan, PlanModel, PlanUnit, Predicted
@@ -48,6 +51,16 @@ LONG_FIRST = {
     "test_measured": 1,
     "test_cluster_on_one_machine": 1,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # test processes inherit it
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix="osdp-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import torch.nn.functional as F
+from shared import made_once
 from torch import Tensor, nn
 
 from osdp.model.capture import capture
@@ -307,7 +307,7 @@ def built(kind: type[nn.Module]) -> nn.Module:
     return kind()
 
 
-@cache
+@made_once
 def odd_graph(kind: type[nn.Module]) -> ModelGraph:
     tokens = torch.zeros(2, LENGTH, dtype=torch.long)
     return capture(built(kind), (tokens, tokens), name=kind.__name__, compute_dtype="fp32")

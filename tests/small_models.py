@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from odd_models import LENGTH, Adapters, IdleOperators, IdleTower, Stacked, UsedBehind
+from shared import made_once
 from torch import nn
 
 from osdp.cluster.device import device
@@ -132,7 +133,7 @@ def source(name: str) -> ModelSource:
     return ours[name] if name in ours else load_model(name.removesuffix("-preset"))
 
 
-@cache
+@made_once
 def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU", **more: bool) -> ModelGraph:
     """The model with the kernels of a device; `on_host` and `compiled` are those of `capture`."""
     model = source(name)

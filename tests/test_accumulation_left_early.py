@@ -20,6 +20,7 @@ import torch.distributed as dist
 from odd_models import Model, Twice, built, data, odd_graph
 from planned import plan_by_hand, whole_gradients, whole_parameters
 from ranks import RankFailed, run_ranks
+from selection import one_in
 from torch import Tensor, nn
 from trained import Trained, same, sgd, three_plans
 
@@ -163,10 +164,16 @@ def on_ranks(kind: type[nn.Module], plan: Plan, engine: Engine) -> list[Trained]
     return [train(osdp.parallelize(built(kind), plan, engine=engine), way) for way in WAYS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "world", "shape", "engine"),
-    [(Model, "2", 0, ASYNC_GLOO), (Twice, "3", 1, ASYNC_GLOO), (Model, "2x2", 2, ASYNC_GLOO), (Model, "2x2", 2, STOCK)],
-)
+PLACES = [
+    (Model, "2x2", 2, ASYNC_GLOO),
+    (Model, "2x2", 2, STOCK),
+    (Model, "2", 0, STOCK),
+    (Twice, "3", 1, ASYNC_GLOO),
+    (Model, "2", 0, ASYNC_GLOO),
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "shape", "engine"), one_in(2, PLACES))
 def test_steps_that_end_early_are_those_of_a_single_process(
     kind: type[nn.Module], world: str, shape: int, engine: Engine
 ) -> None:

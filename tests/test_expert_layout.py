@@ -20,6 +20,7 @@ from architectures import tiny
 from planned import plan_of_units, whole_gradients, whole_parameters
 from ranks import run_ranks
 from runs import Run, difference
+from selection import one_in
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -173,7 +174,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", one_in(3, CASES.values(), ids=[*CASES]))
 def test_ranks_with_experts_of_their_own_train_as_one_process(case: Case, tmp_path: Path) -> None:
     truth = alone(one_sided=case.one_sided)
     ranks = Cluster.parse(f"{case.world}xCPU").world_size

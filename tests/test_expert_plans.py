@@ -145,7 +145,7 @@ def test_a_stage_of_a_pipeline_has_its_experts_over_its_own_ranks() -> None:
         ({"expert": 2, "tensor": 2}, "2 tensor-parallel ranks and experts over 2 ranks do not go together"),
         ({"expert": 2, "compiled": True}, "blocks with experts over 2 ranks are not compiled"),
         ({"expert": 2, "verify": True}, "dry-runs no plan with a tensor, pipeline or expert dimension"),
-        ({"expert": 2, "layout": "auto"}, "expert 2 do not go together"),
+        ({"expert": 2, "layout": "auto"}, "expert 2 with layout auto do not go together"),
     ],
 )
 def test_what_does_not_divide_or_go_together_is_refused(asked: dict[str, Any], said: str) -> None:

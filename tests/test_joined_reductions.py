@@ -30,6 +30,7 @@ from odd_models import (
 )
 from planned import plan_by_hand, whole_gradients, whole_parameters
 from ranks import run_ranks
+from selection import one_in
 from small_models import captured
 from test_collectives_equal_graph import issued
 from test_runtime import by_both_engines, decaying
@@ -208,7 +209,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("nbytes", [ALL, 1 << 14], ids=["all", "some"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_in(2, CASES, ids=str))
 def test_the_timeline_equals_fsdp2(case: Case, nbytes: int) -> None:
     layout, options = laid_out(case)
     options = joined(layout, options, nbytes, case.training)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from odd_models import Model, odd_graph
 from planned import plan_by_hand
 from ranks import run_ranks
+from selection import one_in
 from small_models import captured, source
 from test_tables_equal_timeline import random_choice
 from test_timeline_equals_fsdp2 import BATCH, SCALARS, Case, differences, laid_out, plan_of, predicted, rows_of
@@ -343,7 +344,7 @@ ON_A_DEVICE = [
 ]
 
 
-@pytest.mark.parametrize(("case", "every"), ON_A_DEVICE, ids=str)
+@pytest.mark.parametrize(("case", "every"), one_in(2, ON_A_DEVICE))
 def test_fsdp2_allocates_what_the_timeline_says_on_the_device_and_on_the_host(case: Case, every: int) -> None:
     """Without recompute, of which tests/test_inputs_on_host.py has some."""
     ((differing, peak, stepping, rows, last, where, on_host, host),) = run_ranks(1, dry_run_on_a_stand_in, case, every)

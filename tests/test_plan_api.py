@@ -18,7 +18,6 @@ from osdp.cost import units
 from osdp.cost.tables import Rules, Tables
 from osdp.cost.training import Training
 from osdp.infeasible import smallest_timeline
-from osdp.model import capture as capturing
 from osdp.planning import Progress
 from osdp.search.evaluate import Verdict, evaluate
 from osdp.search.problem import Problem, StageChoice
@@ -34,7 +33,7 @@ CASES = [("4xCPU", "8MiB"), ("4xCPU", "12MiB"), ("2x2xCPU", "10MiB"), ("2x2xA100
 @pytest.fixture(autouse=True)
 def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One capture serves all tests: capture has tests of its own."""
-    monkeypatch.setattr(capturing, "capture", lambda *_, compute_dtype, **__: captured(MODEL, compute_dtype))
+    monkeypatch.setattr("osdp.request.capture", lambda *_, compute_dtype, **__: captured(MODEL, compute_dtype))
 
 
 def planned(cluster: str = "4xCPU", memory: str | int = "12MiB", **changes: Any) -> Plan:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from selection import one_in
 
 from benchmarks.rivals import data_parallel
 from benchmarks.rivals.cells import SHARES, Setting, settings
@@ -78,16 +79,16 @@ def single(model: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
-        ("deep", list(WAYS)),
-        ("encoder-decoder", ["FSDP2", "TP x DP"]),
-        ("experts", ["HSDP", "TP x DP"]),
-        ("lora", ["DDP", "TP"]),
-        ("vit", ["ZeRO-1", "GPipe"]),
-    ],
-)
+KINDS = [
+    ("deep", list(WAYS)),
+    ("encoder-decoder", ["FSDP2", "TP x DP"]),
+    ("experts", ["HSDP", "TP x DP"]),
+    ("lora", ["DDP", "TP"]),
+    ("vit", ["ZeRO-1", "GPipe"]),
+]
+
+
+@pytest.mark.parametrize(("model", "names"), one_in(3, KINDS))
 def test_every_way_has_the_loss_curve_of_one_process(model: str, names: list[str]) -> None:
     expected = single(model)
     assert expected[0] != expected[-1]
@@ -101,6 +102,7 @@ def test_every_way_has_the_loss_curve_of_one_process(model: str, names: list[str
 METERED = """
 import torch
 from benchmarks.rivals.meter import Meter
+
 from osdp.profiling.trial import peak_above_start
 
 meter = Meter()

@@ -36,6 +36,7 @@ from odd_models import (
 )
 from planned import plan_by_hand, plan_of_units, whole_gradients, whole_parameters
 from ranks import run_ranks
+from selection import one_in
 from torch import Tensor, nn
 from trained import (
     BATCH,
@@ -98,19 +99,22 @@ def test_what_no_rank_uses_has_no_gradient_and_does_not_decay(engine: Engine) ->
             same(run, truth)
 
 
-@by_both_engines
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [
-        (TiedThrice, "2x2"),
-        (Adapters, "2x2"),
-        (Repeated, "2x2"),
-        (Twice, "2"),
-        (UnusedGradients, "2"),
-        (UnusedBeside, "2"),
-        (Owning, "3"),
-    ],
-)
+ODD_WAYS = [
+    (TiedThrice, "2x2"),
+    (Adapters, "2x2"),
+    (Repeated, "2x2"),
+    (Twice, "2"),
+    (UnusedGradients, "2"),
+    (UnusedBeside, "2"),
+    (Owning, "3"),
+]
+
+
+# By both engines, which take turns in being the first.
+BY_BOTH = [(*way, (STOCK, ASYNC_GLOO)[(index + turn) % 2]) for index, way in enumerate(ODD_WAYS) for turn in range(2)]
+
+
+@pytest.mark.parametrize(("kind", "world", "engine"), one_in(2, BY_BOTH))
 def test_parameters_may_be_used_in_any_way(kind: type[nn.Module], world: str, engine: Engine) -> None:
     plans = three_plans(kind, world)[slice(None) if engine == ASYNC_GLOO else slice(2)]
     truth = train(built(kind))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import pytest
 from planned import how
+from selection import one_in
 from small_models import captured, source
 
 from osdp.answer import plan_units
@@ -377,12 +378,7 @@ KINDS = (
     WORLD_CASES,
     MODEL_CASES,
 )
-# Every second case of a kind is for `make test-slow`, but those with a known error.
-CASES = [
-    pytest.param(case, id=str(case), marks=[pytest.mark.slow] if index % 2 and case.known == (0, 0) else [])
-    for kind in KINDS
-    for index, case in enumerate(kind)
-]
+CASES = [case for kind in KINDS for case in one_in(3, kind, ids=str, always=lambda case: case.known != (0, 0))]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -413,13 +409,7 @@ SLICED_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=[pytest.mark.slow] * (index % 2))
-        for index, case in enumerate(SLICED_CASES)
-    ],
-)
+@pytest.mark.parametrize("case", one_in(3, SLICED_CASES, ids=str))
 def test_slices_need_no_more_than_is_predicted_and_little_less(case: Case) -> None:
     layout, options = laid_out(case)
     timeline = build_timeline(layout, options, BATCH, case.training, case.cluster)
@@ -549,15 +539,14 @@ def test_a_gradient_that_is_a_view_is_kept_without_the_tensor_behind_it() -> Non
     assert max(row.allocated for row in rows) - SCALARS <= timeline.peak_bytes
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((KEEP,), model="t5", granularity=OPERATORS, precision="fp32", device="CPU"),
-        Case((FREE, KEEP), model="t5", granularity=OPERATORS, precision="fp32", recompute=ALL, accumulation=2),
-        Case((KEEP, FREE, REPLICATE), model="t5", granularity=OPERATORS, precision="pure-bf16", accumulation=2),
-    ],
-    ids=str,
-)
+LEFT_AT_THE_END = [
+    Case((KEEP,), model="t5", granularity=OPERATORS, precision="fp32", device="CPU"),
+    Case((FREE, KEEP), model="t5", granularity=OPERATORS, precision="fp32", recompute=ALL, accumulation=2),
+    Case((KEEP, FREE, REPLICATE), model="t5", granularity=OPERATORS, precision="pure-bf16", accumulation=2),
+]
+
+
+@pytest.mark.parametrize("case", one_in(3, LEFT_AT_THE_END, ids=str))
 def test_units_of_blocks_that_are_left_when_backward_ends_are_never_below_fsdp2(case: Case) -> None:
     """What they hold when backward leaves their block is counted to its end; see [Note: Left at the end]."""
     layout, options = laid_out(case)

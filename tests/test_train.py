@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from selection import one_in
 from training_runs import (
     FSDP2_WARNS,
     SAME,
@@ -260,7 +261,7 @@ def test_out_of_memory_names_the_plan_and_the_remedy() -> None:
     assert "Traceback" not in "".join(process.errors)
 
 
-@pytest.mark.parametrize("name", ["own_loop", "hugging_face", "pyramid"])
+@pytest.mark.parametrize("name", one_in(3, ["own_loop", "hugging_face", "pyramid"]))
 def test_the_examples_train(name: str) -> None:
     file = TESTS.parent / "examples" / f"{name}.py"
     if name == "own_loop":

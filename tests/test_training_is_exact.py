@@ -150,7 +150,8 @@ PLACES = [
 MORE_PLACES = [("gpt", world) for world in ("3", "2x2", "2x3")] + [("t5", "2x2"), ("vit", "2x3")]
 
 
-LIKE_ANOTHER = ("qwen2", "gpt_neox", "roberta", "distilbert", "bart")  # in what a plan does to them: slow
+# In what a plan does to them: slow.
+LIKE_ANOTHER = ("qwen2", "gpt_neox", "roberta", "distilbert", "bart", "swin", "opt", "gpt2")
 
 
 def _quick_first() -> list[Any]:
@@ -256,7 +257,7 @@ def random_plans(draw: st.DrawFn) -> tuple[str, str, list[Plan]]:
     return name, world, plans
 
 
-@settings(max_examples=6, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(random_plans())
 def test_plans_drawn_at_random_are_exact(drawn: tuple[str, str, list[Plan]]) -> None:
     check(*drawn)

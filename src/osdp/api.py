@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from osdp.batching import Batching
@@ -12,11 +11,9 @@ from osdp.cluster import Cluster, parse_bytes
 from osdp.cost.tables import Rules
 from osdp.cost.training import Training
 from osdp.cost.units import WHOLE
-from osdp.errors import DoesNotFit, UsageError
-from osdp.infeasible import Measured, nothing_fits
-from osdp.model.graph import ModelGraph, TensorOperator
+from osdp.errors import UsageError
 from osdp.planfile import Plan
-from osdp.planning import Progress, Report, plan_graph
+from osdp.planning import Report
 from osdp.recompute import AUTO, read_recompute
 from osdp.sharding import MODES
 
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from osdp.layouts import Tried
-    from osdp.verify import Verification
 
 
 def plan(
@@ -94,117 +90,33 @@ def plan(
         return plan_either(model, with_chunks)
     if not isinstance(loss_chunks, int):
         raise UsageError(f"loss_chunks is {loss_chunks!r}, but must be a whole number or auto")
-    from osdp.model.capture import capture
+    if offload not in (AUTO, "none"):
+        raise UsageError(f"offload is {offload!r}, but must be {AUTO} or none")
+    if layout not in (None, "auto"):
+        raise UsageError(f"layout is {layout!r}, but must be auto, or left out")
+    from osdp.request import Degrees, Example, Request
     from osdp.runtime.consistency import by_rank_0
 
-    training = Training.of(precision, optimizer, reduce_dtype, compiled=compiled, loss_chunks=loss_chunks)
-    report = progress or (lambda _: None)
     rules = Rules(modes=tuple(modes or MODES), split=split, pins=read_pins(pin) or None)
     rules = replace(rules, recompute=read_recompute(recompute))
+    request = Request(
+        model,
+        Example(example_inputs, loss, name, seq_len),
+        resolve(cluster, memory),
+        Training.of(precision, optimizer, reduce_dtype, compiled=compiled, loss_chunks=loss_chunks),
+        replace(rules, granularities=(WHOLE,)) if compiled else rules,
+        Batching(batch, accumulation, global_batch),
+        Degrees(tensor, pipeline, stage, interleave, expert, by_tokens=sequence_parallel, choose=layout == "auto"),
+        report=progress or (lambda _: None),
+        verify=verify,
+        may_offload=offload == AUTO,
+        on_layout=on_layout or (lambda _: None),
+    )
     if loss_chunks > 1:
         from osdp.losses import chunk_loss
 
         chunk_loss(model, loss_chunks)
-    if compiled:
-        rules = replace(rules, granularities=(WHOLE,))
-    devices = resolve(cluster, memory)
-    batching = Batching(batch, accumulation, global_batch)
-
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise UsageError(
-            "the model's parameters are DTensors, which cannot be traced; plan the plain model, with tensor= as many"
-            " ranks as share it, and divide it before osdp.parallelize"
-        )
-    if offload not in (AUTO, "none"):
-        raise UsageError(f"offload is {offload!r}, but must be {AUTO} or none")
-    larger = tensor * pipeline * interleave * expert > 1 or stage is not None or layout is not None
-    if larger and verify:
-        raise UsageError(
-            "osdp.plan dry-runs no plan with a tensor, pipeline or expert dimension; leave verify out, or plan without"
-        )
-    degrees = tensor, pipeline, interleave, expert
-    if layout not in (None, "auto") or min(degrees) < 1 or (layout and max(degrees) > 1):
-        raise UsageError(
-            f"layout {layout!r}, tensor {tensor}, pipeline {pipeline}, interleave {interleave} and expert {expert} do"
-            " not go together; give degrees of at least 1, or layout 'auto' alone"
-        )
-
-    if sequence_parallel and tensor == 1 and layout is None:
-        raise UsageError("sequence parallelism is that of tensor-parallel ranks; give --tensor too, or --layout auto")
-
-    def divided(ranks: int) -> tuple[ModelGraph, tuple[TensorOperator, ...]]:
-        if ranks == 1:
-            return traced(model), ()
-        from osdp.model.tensor_parallel import divide, on_meta
-
-        local = on_meta(model)
-        shared = divide(local, ranks, by_tokens=sequence_parallel)
-        return traced(local), shared
-
-    def with_experts(ranks: int) -> tuple[ModelGraph, Mapping[str, int]]:
-        from osdp.experts import local_experts
-        from osdp.model.tensor_parallel import on_meta
-
-        local = on_meta(model)
-        chosen = local_experts(local, ranks)
-        graph = traced(local)
-        return graph, chosen()
-
-    def traced(model: nn.Module, *, on_host: bool = False) -> ModelGraph:
-        report(Progress("capture", 0, 0, 1, 0.0))
-        return capture(
-            model,
-            example_inputs,
-            loss=loss,
-            name=name,
-            compute_dtype=training.precision.compute_dtype,
-            seq_len=seq_len,
-            batch=batch,
-            device=devices.device,
-            compiled=compiled and not verify,  # a dry run is of eager code
-            on_host=on_host,
-        )
-
-    def make() -> Plan:
-        if larger:
-            from osdp.layouts import Asked, plan_inside, plan_layouts
-
-            asked = Asked(divided, devices, training, rules, batching, report, capture_experts=with_experts)
-            if layout is not None:
-                from osdp.experts import expert_modules
-
-                asked = replace(asked, has_experts=bool(expert_modules(model)))
-            if layout is None:
-                return plan_inside(asked, tensor, pipeline, stage, interleave, expert)
-            return plan_layouts(asked, tried=on_layout or (lambda _: None))
-        graph = traced(model)
-
-        def search(cluster: Cluster) -> Plan:
-            samples = {"batch": batch, "accumulation": accumulation, "global_batch": global_batch}
-            on_host = offload == AUTO and not verify  # a dry run in one memory does not tell the two apart
-            more = {"else_on_host": on_host, "host_graph": partial(traced, model, on_host=True)}
-            return plan_graph(graph, cluster, training, rules, progress=report, **more, **samples)
-
-        if not verify:
-            return search(devices)
-        from osdp.model.capture import scaled_inputs
-        from osdp.verify import plan_verified
-        from osdp.verify import verify as dry_run
-
-        inputs = example_inputs if callable(example_inputs) else scaled_inputs(example_inputs)
-
-        def check(plan: Plan) -> Verification:
-            report(Progress("dry run", plan.batch_size, 0, 1, plan.predicted.samples_per_second))
-            return dry_run(plan, graph, build=lambda: model, inputs=inputs, loss=loss)
-
-        def misfit(truth: Verification) -> DoesNotFit:
-            unseen = truth.measured_peak_bytes - truth.predicted_peak_bytes
-            least = Measured(truth.measured_peak_bytes, truth.measured_at, truth.measured_parts, unseen)
-            return nothing_fits(graph, devices, training, rules, batching, measured=least)
-
-        return plan_verified(devices, search, check, misfit)
-
-    return by_rank_0(make)
+    return by_rank_0(request.plan)
 
 
 def resolve(cluster: Cluster | str | None, memory: str | int | None) -> Cluster:
