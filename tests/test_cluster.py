@@ -378,3 +378,21 @@ def test_the_documented_files_are_valid(tmp_path: Path) -> None:
     path.write_text(table, encoding="utf-8")
     assert Cluster.from_toml(path).device.node_link == Link(22e9, 5.7e-6)
     assert Cluster.from_toml(path).node_link == Link(22e9, 5.7e-6)
+
+
+def test_a_cluster_states_its_attention_kernel() -> None:
+    """In a word of its file, in its device's table, or in a call; a stated efficiency is of no known kernel."""
+    called = Cluster.of("A100-80GB", attention="flash-1")
+    assert called == Cluster.parse("A100-80GB").with_attention("flash-1")
+    for table in ({"device": "A100-80GB", "attention": "flash-1"}, {"device": called.device.to_dict()}):
+        assert Cluster.from_dict(table) == called
+    changed = {"like": "A100-80GB", "attention": "flash-1", "name": "A100-80GB"}
+    assert Cluster.from_dict({"device": changed}) == called
+    own = Cluster.from_dict({"device": {"like": "A100-80GB", "attention_efficiency": 0.4}}).device
+    assert (own.attention, own.attention_efficiency) == ("", 0.4)
+    more = {"like": "A100-80GB", "attention": "flash-3", "attention_rates": {"flash-3": 0.6}}
+    assert Cluster.from_dict({"device": more}).device.attention_efficiency == 0.6
+    with pytest.raises(
+        UsageError, match=r"^A100-80GB has no rate for attention 'cudnn'; those it has: flash-1, flash-2"
+    ):
+        Cluster.from_dict({"device": "A100-80GB", "attention": "cudnn"})

@@ -79,6 +79,18 @@ def test_accelerators_price_kernels_by_kind_and_the_cpu_by_one_rule() -> None:
     assert cpu.matmul_traffic == cpu.speed_spread == cpu.busy_fraction == cpu.context_bytes == 0
 
 
+def test_a_newer_attention_kernel_is_faster_and_an_unknown_one_is_refused() -> None:
+    for one in devices():
+        rates = list(one.attention_rates.values())
+        assert rates[:2] == sorted(rates[:2])  # flash-1, flash-2
+        assert one.attention_efficiency == one.attention_rates.get(one.attention, 0.0)
+    h100 = device("H100-80GB")
+    assert [h100.with_attention(kernel).attention_efficiency for kernel in ("flash-1", "cudnn")] == [0.191, 0.53]
+    assert h100.attention == device("A100-80GB").attention == "flash-2"
+    with pytest.raises(UsageError, match=r"^V100-32GB has no rate for attention 'flash-2'; those it has: efficient$"):
+        device("V100-32GB").with_attention("flash-2")
+
+
 def test_dense_figures_of_the_datasheets() -> None:
     assert device("A100-80GB").peak_flops["bf16"] == 312e12
     assert device("H100-80GB").peak_flops["bf16"] == pytest.approx(1979e12 / 2, rel=1e-3)
@@ -91,7 +103,7 @@ def test_times_at_stated_efficiencies() -> None:
     a100 = device("A100-80GB")
     assert a100.matmul_seconds(312e12 * 0.858, "bf16") == pytest.approx(1.0)
     assert a100.matmul_seconds(19.5e12 * 0.858, "fp32") == pytest.approx(1.0)
-    assert a100.attention_seconds(312e12 * 0.332, "bf16") == pytest.approx(1.0)
+    assert a100.attention_seconds(312e12 * 0.58, "bf16") == pytest.approx(1.0)
     assert a100.memory_seconds(2039e9 * 0.85) == pytest.approx(1.0)
     with pytest.raises(UsageError, match=r"dtype 'fp8' is not known; use one of fp32, tf32, bf16, fp16"):
         a100.matmul_seconds(1.0, "fp8")
@@ -147,6 +159,7 @@ def test_a_name_like_nothing_still_gets_a_remedy() -> None:
         ({"peak_flops": {"fp32": 1e12}}, "lacks tf32, bf16, fp16"),
         ({"reserve_fraction": 1.0}, "reserve_fraction is 1.0 but must be a number below 1"),
         ({"attention_efficiency": -0.1}, "attention_efficiency is -0.1 but must be a number of at least 0"),
+        ({"attention": "flash-9"}, "attention 'flash-9' is not known; use one of flash-1, flash-2"),
         ({"context_bytes": 1.5}, "context_bytes is 1.5 but must be"),
         ({"basis": "guess"}, "basis 'guess' is not known; use one of measured, calibrated, data sheet"),
     ],

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 DEVICES = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}
 MODES = {"FULL_SHARD": FREE, "SHARD_GRAD_OP": KEEP}
 PRECISIONS = {"amp_bf16": "bf16", "bf16": "pure-bf16"}  # fp8 products are not priced
+ATTENTION = "flash-1"  # software of 2023
 DEVICES_PER_NODE = 8
 NETWORKS = {"a100_40gb": 200e9, "a100_80gb": 200e9, "h100_80gb": 400e9}  # bytes a second of a node's ports
 
@@ -62,7 +63,8 @@ class Run:
     @property
     def cluster(self) -> Cluster:
         per_node = min(self.gpus, DEVICES_PER_NODE)
-        return Cluster.of(DEVICES[self.gpu], nodes=self.gpus // per_node, devices_per_node=per_node)
+        shape = {"nodes": self.gpus // per_node, "devices_per_node": per_node}
+        return Cluster.of(DEVICES[self.gpu], **shape, attention=ATTENTION)
 
     @property
     def mode(self) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from osdp.cli.output import print_json
 from osdp.cli.parser import Commands, add_model, checked, memory_size, output_path, read_optimizer, samples, tokens
 from osdp.cli.progress import shown_progress
-from osdp.cluster import Cluster, format_bytes, parse_rate
+from osdp.cluster import KERNELS, Cluster, format_bytes, parse_rate
 from osdp.cost.training import OPTIMIZERS, PRECISIONS
 from osdp.errors import DoesNotFit, UsageError
 from osdp.planfile import PLAN_VERSION, Plan
@@ -40,6 +40,7 @@ examples:
   osdp plan gpt2-xl --cluster 8xRTX-3090
   osdp plan llama3-8b --cluster 2x8xA100-40GB --seq-len 4096 -o plan.json
   osdp plan llama3-8b --cluster 4x8xA100-80GB --network 200Gbit
+  osdp plan gpt-32x4096 --cluster 8xA100-80GB --attention flash-1
   osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --global-batch 256
   osdp plan llama3-70b --cluster 8xA100-40GB --host-memory 2TiB
   osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
@@ -89,7 +90,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         help="auto: hold units and inputs of recomputed blocks on the host where nothing fits otherwise; none: never "
         "(default: %(default)s)",
     )
-    add_network(group)
+    add_rates(group)
     group.add_argument(
         "--tensor", metavar="T", type=samples, default=1, help="ranks that share every operator (default: %(default)s)"
     )
@@ -121,13 +122,28 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_network(group: argparse._ActionsContainer) -> None:
+def add_rates(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--network",
         metavar="RATE",
         type=checked(parse_rate),
         help="of each node and direction, such as 200Gbit or 25GB/s (default: the device's usual network)",
     )
+    group.add_argument(
+        "--attention",
+        metavar="KERNEL",
+        choices=tuple(KERNELS),
+        help="attention kernel that runs: flash-1 (software of 2023), flash-2, flash-3, cudnn, efficient "
+        "(default: the device's usual one; its rates: `osdp devices --json`)",
+    )
+
+
+def with_rates(arguments: argparse.Namespace) -> Cluster:
+    """The cluster with the network and the attention kernel that were asked for."""
+    cluster: Cluster = arguments.cluster
+    if arguments.network is not None:
+        cluster = cluster.with_network(arguments.network)
+    return cluster if arguments.attention is None else cluster.with_attention(arguments.attention)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -252,8 +268,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"--batch {arguments.batch} and --global-batch {arguments.global_batch} exclude each other; "
             "--batch fixes one device's micro-batch, --global-batch the whole step's samples: give one of them"
         )
-    if arguments.network is not None:
-        arguments.cluster = arguments.cluster.with_network(arguments.network)
+    arguments.cluster = with_rates(arguments)
     if arguments.host_memory is not None:
         arguments.cluster = replace(arguments.cluster, host_memory_bytes=arguments.host_memory)
     from osdp.model.source import load_model

@@ -21,7 +21,7 @@ from osdp.cli.parser import (
     samples,
     whole,
 )
-from osdp.cli.plan import add_network
+from osdp.cli.plan import add_rates, with_rates
 from osdp.cluster import Cluster
 from osdp.cost.training import PRECISIONS, Training
 from osdp.errors import UsageError
@@ -64,7 +64,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--seq-len", metavar="A,B", type=listed(whole(1, MOST_TOKENS)), default=[None], help="tokens in a sample"
     )
-    add_network(parser)
+    add_rates(parser)
     add_asked(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("-o", "--output", metavar="FILE", type=chart_path, help="draw a chart: .svg or .html")
@@ -115,8 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError(f"these are {count} combinations, and at most {MOST_CASES} are planned; give fewer values")
     from osdp.sizing import Asked, cases, with_devices
 
-    if arguments.network is not None:
-        arguments.cluster = arguments.cluster.with_network(arguments.network)
+    arguments.cluster = with_rates(arguments)
     for devices in arguments.devices:
         with_devices(arguments.cluster, devices)  # refuses what does not divide before anything is traced
     training = Training.of(arguments.precision, arguments.optimizer, arguments.reduce_dtype)

@@ -101,9 +101,12 @@ class Cluster:
         reserve_fraction: float | None = None,
         name: str = "",
         engine_name: EngineName | None = None,
+        attention: str | None = None,
     ) -> Cluster:
         """A cluster of one kind of device; what is not given is the device's own."""
         chosen = device(device_name) if isinstance(device_name, str) else device_name
+        if attention is not None:
+            chosen = chosen.with_attention(attention)
         return cls(
             nodes=nodes,
             devices_per_node=devices_per_node,
@@ -162,6 +165,10 @@ class Cluster:
         rate = peak_bytes_per_second * link_efficiency(self.network.name)
         named = f"{peak_bytes_per_second * 8 / 1e9:g} Gbit/s"
         return replace(self, network=replace(self.network, bytes_per_second=rate, name=named))
+
+    def with_attention(self, kernel: str) -> Cluster:
+        """The same where attention runs in another kernel: 'flash-1' as in runs of 2023, 'cudnn' on Hopper."""
+        return replace(self, device=self.device.with_attention(kernel))
 
     @property
     def world_size(self) -> int:

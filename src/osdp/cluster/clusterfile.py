@@ -7,6 +7,7 @@ A cluster file, with everything but the first lines optional:
     devices_per_node = 8
     device = "A100-80GB"        # a catalogue name, or a [device] table below
     memory = "40GiB"            # of each device, if not the device's own
+    attention = "flash-1"       # the attention kernel that runs, if not the device's usual one
     reserve_fraction = 0.06     # of that memory, not planned with; without it, what the device's figures say
     host_memory_bytes = 1099511627776   # of one node's host, if not what the catalogue takes a usual machine to have
     engine = "async-gloo"       # what runs plans: fsdp2 (stock), async-gloo; without it, what the runtime takes there
@@ -87,6 +88,7 @@ class ClusterTable(msgspec.Struct, kw_only=True):
     device: str | dict[str, Any]
     memory: str | int | None = None
     memory_bytes: MemoryBytes | None = None
+    attention: str | None = None
     reserve_fraction: Reserve | None = None
     overlap: bool | Part | None = None
     unit_overhead_seconds: HostSeconds = 0.0
@@ -116,7 +118,10 @@ def read_cluster(table: object) -> dict[str, Any]:
     """The fields of a `Cluster`, from its table; links, overlap and reserve default to the device's."""
     read = convert(ClusterTable, table, name="cluster", remedy=_REMEDY)
     chosen = device(read.device) if isinstance(read.device, str) else read_device(read.device)
-    fields = {_NAMES.get(name, name): getattr(read, name) for name in read.__struct_fields__ if name != "memory"}
+    if read.attention is not None:
+        chosen = chosen.with_attention(read.attention)
+    names = [name for name in read.__struct_fields__ if name not in ("memory", "attention")]
+    fields = {_NAMES.get(name, name): getattr(read, name) for name in names}
     own = {"overlap": usual_overlap(chosen, read.engine), "node_link": chosen.node_link, "network": chosen.network}
     fields |= {name: value for name, value in own.items() if fields[name] is None}
     return {**fields, "device": chosen, "memory_bytes": _memory(read.memory, read.memory_bytes, "")}
@@ -136,7 +141,12 @@ def read_device(table: dict[str, Any]) -> Device:
         given["memory_bytes"] = memory_bytes
     if read.like is not None:
         base = device(read.like).to_dict()
-        merged = {key: {**base[key], **given.get(key, {})} for key in ("peak_flops", "source")}
+        merged = {key: {**base[key], **given.get(key, {})} for key in ("peak_flops", "attention_rates", "source")}
+        if "attention_efficiency" in given:
+            base["attention"] = ""  # stated, so of no kernel that the catalogue knows
+        elif "attention" in given or "attention_rates" in given:
+            kernel = given.get("attention", base["attention"])
+            base["attention_efficiency"] = merged["attention_rates"].get(kernel, base["attention_efficiency"])
         given = {**base, "name": f"{base['name']} (changed)", **given, **merged}
     return convert(Device, given, name="cluster.device", remedy=_REMEDY)
 

@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -34,6 +34,15 @@ MEASURED, CALIBRATED, DATA_SHEET = "measured", "calibrated", "data sheet"
 BASES = (MEASURED, CALIBRATED, DATA_SHEET)
 """Where a device's speeds come from: a profile of it, published runs on it, or data sheets and estimates alone."""
 
+KERNELS = {
+    "flash-1": "FlashAttention 1, as runs of 2023 had it",
+    "flash-2": "FlashAttention 2",
+    "flash-3": "FlashAttention 3",
+    "cudnn": "cuDNN's attention",
+    "efficient": "torch's memory-efficient attention",
+}
+"""Which attention kernel a device's `attention_efficiency` is of."""
+
 _NOT_OF_A_DEVICE = ("reason", "link_efficiency", "aliases", "host_link")
 _MAKERS = re.compile(r"\b(nvidia|amd|intel|instinct|geforce|tesla)\b", re.IGNORECASE)
 
@@ -47,11 +56,12 @@ class Device:
     speeds were measured, calibrated on published runs, or are a data sheet's.
 
     How kernels get from FLOPs and bytes to seconds is in [Note: Kernel rates] of osdp.cost.kernel_time; without an
-    `attention_efficiency` all of them run by the simpler rule there. `busy_fraction` is the part of a collective's
-    seconds that the computation beside it loses. Of the memory, `context_bytes`, `communicator_bytes` for each
-    communicator, `workspace_bytes` and the part `reserve_fraction` of the rest, which the allocator's fragments take,
-    are not planned with. Without `flash_attention`, as before NVIDIA's Ampere, torch's attention is memory-efficient in
-    fp16 and fp32, and not fused in bf16.
+    `attention_efficiency` all of them run by the simpler rule there. It is that of the kernel `attention`, and
+    `attention_rates` has those of the others that the device runs: `with_attention` takes another. `busy_fraction` is
+    the part of a collective's seconds that the computation beside it loses. Of the memory, `context_bytes`,
+    `communicator_bytes` for each communicator, `workspace_bytes` and the part `reserve_fraction` of the rest, which the
+    allocator's fragments take, are not planned with. Without `flash_attention`, as before NVIDIA's Ampere, torch's
+    attention is memory-efficient in fp16 and fp32, and not fused in bf16.
 
     What units on the host depend on: `host_bytes_per_second`, of this device's link to it in one direction, and of the
     host, for each of a usual machine's devices, `host_memory_bytes` and `host_memory_bytes_per_second`. Where they are
@@ -70,6 +80,8 @@ class Device:
     kernel_seconds: HostSeconds
     reserve_fraction: Reserve
     attention_efficiency: Part = 0.0
+    attention: str = ""
+    attention_rates: Mapping[str, Part] = field(default_factory=dict, hash=False)
     matmul_traffic: Traffic = 0.0
     speed_spread: Part = 0.0
     busy_fraction: Part = 0.0
@@ -100,6 +112,15 @@ class Device:
                 " give every dtype, with the fp32 rate for one the device has no units for"
             )
         require_word("basis", self.basis, BASES)
+        for kernel in (*self.attention_rates, *filter(None, [self.attention])):
+            require_word("attention", kernel, tuple(KERNELS))
+
+    def with_attention(self, kernel: str) -> Device:
+        """The same with another generation's attention kernel, at its rate on this device."""
+        if kernel not in self.attention_rates:
+            known = ", ".join(self.attention_rates) or "none, as its attention is priced as its products are"
+            raise UsageError(f"{self.name} has no rate for attention {kernel!r}; those it has: {known}")
+        return replace(self, attention=kernel, attention_efficiency=self.attention_rates[kernel])
 
     def matmul_seconds(self, flops: float, dtype: str) -> float:
         """Time of a matrix product of `flops` operations; a multiply and an add are two."""
@@ -196,6 +217,8 @@ def _read_entry(entry: dict[str, Any], links: dict[str, Any], defaults: dict[str
 
     places = ("node_link", "network")
     own = {key: value for key, value in {**defaults, **entry}.items() if key not in _NOT_OF_A_DEVICE}
+    if own["attention_rates"]:
+        own["attention_efficiency"] = own["attention_rates"][own["attention"]]
     source = entry["source"] | {place: links[entry[place]]["source"] for place in places}
     table = {**own, **{place: link(place) for place in places}, "source": source}
     if "host_link" in entry:

@@ -222,6 +222,8 @@ def measured_device(form: Device, rates: Sequence[Rate], kernel: float, *, ranks
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
         attention_efficiency=0.0,  # stages are timed; what was not is priced by the rule that the rates were taken for
+        attention="",
+        attention_rates={},
         matmul_traffic=0.0,
         speed_spread=0.0,
         busy_fraction=0.0,

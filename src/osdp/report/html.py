@@ -18,12 +18,12 @@ from osdp.cost.timeline import stage_label
 from osdp.planfile import Plan
 from osdp.report.numbers import format_count, format_rate, format_seconds, format_share
 from osdp.report.page import (
-    BASES,
     BaselineRow,
     gain_sentence,
     host_sentence,
     plan_page,
     settings_sentence,
+    speeds_sentence,
     unused_sentence,
     way_name,
 )
@@ -59,7 +59,7 @@ def report_html(page: ReportPage) -> str:
         css=Markup(_text("report.css")),
         js=Markup(_text("report.js")),
         gain=gain_sentence(page.plan),
-        basis=BASES[page.plan.basis],
+        basis=speeds_sentence(page.plan),
         settings=settings_sentence(page.plan),
         notes=unit_notes(page.plan),
         unused=unused_sentence(page.plan),

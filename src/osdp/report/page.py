@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from osdp.cluster import format_bytes
+from osdp.cluster import KERNELS, format_bytes
 from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
 from osdp.errors import DoesNotFit
 from osdp.planfile import NO_LAYOUT, Baseline, Certificate, OuterLayout, Plan, PlanUnit
@@ -126,6 +126,7 @@ class PlanPage:
     step_seconds: float
     mfu: float
     basis: str  # of the device's speeds: measured, calibrated or data sheet
+    attention: str  # the attention kernel that they are of, "" where none is named
     time_parts: tuple[Part, ...]
     memory: Memory
     held: tuple[Part, ...]
@@ -187,6 +188,7 @@ def plan_page(plan: Plan) -> PlanPage:
         step_seconds=predicted.step_seconds,
         mfu=predicted.mfu,
         basis=plan.cluster.device.basis,
+        attention=plan.cluster.device.attention,
         time_parts=parts_of(predicted.time_parts, predicted.step_seconds),
         memory=Memory(
             predicted.peak_bytes,
@@ -253,6 +255,14 @@ BASES = {
     CALIBRATED: "speeds: calibrated on published runs on such devices",
     DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
 }
+
+
+def speeds_sentence(page: PlanPage) -> str:
+    """Where the predicted speeds come from, and which attention kernel they are for."""
+    kernel = f"; attention: {KERNELS[page.attention]} (--attention for another)" if page.attention else ""
+    return BASES[page.basis] + kernel
+
+
 SAME = 1.0005
 WORTH_IT = 1.02  # times the best baseline: below that a plan gains little
 

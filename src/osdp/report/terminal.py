@@ -14,7 +14,6 @@ from osdp.report.catalogue import DeviceRow, ModelRow
 from osdp.report.graph_page import COLLECTIVES, GraphPage, Tally
 from osdp.report.numbers import format_count, format_flops, format_rate, format_seconds, format_share
 from osdp.report.page import (
-    BASES,
     Group,
     HostMemory,
     Memory,
@@ -26,6 +25,7 @@ from osdp.report.page import (
     gain_sentence,
     host_sentence,
     settings_sentence,
+    speeds_sentence,
     unused_sentence,
 )
 from osdp.report.printing import EMPTY, indented, make_table, print_heading, print_line
@@ -65,7 +65,7 @@ def _print_headline(page: PlanPage, out: Console) -> None:
     gain = gain_sentence(page)
     if gain:
         print_line(out, gain)
-    print_line(out, BASES[page.basis])
+    print_line(out, speeds_sentence(page))
     if page.assumptions:
         print_line(out, f"assumed in tracing: {'; '.join(page.assumptions)}")
     if page.unused:
