@@ -22,7 +22,17 @@ from published.llamas import llama_rows, read_llamas
 from published.llamas import price as price_llama
 from published.plots import agreement, scaling
 from published.runs import HERE, Run, graph_of, layout_of, read_runs
-from published.tables import Priced, every_run, fitted_figures, folds, price, summaries, summary, weak_scaling
+from published.tables import (
+    Priced,
+    by_kernel,
+    every_run,
+    fitted_figures,
+    folds,
+    price,
+    summaries,
+    summary,
+    weak_scaling,
+)
 
 MEDIAN, NINE_IN_TEN, FITTING = 8.0, 20.0, 97.0  # per cent
 KEYS = {
@@ -51,6 +61,7 @@ def main() -> None:
     for name, key in KEYS.items():
         tables[f"Cross-validation: runs of one {name} left out of the fit"] = folds(cross_validate(cases, whole, key))
     tables["Weak scaling: tokens per second and device"] = _scaling_rows(cases)
+    tables["Error of throughput by attention kernel"] = by_kernel(cases)
     tables["Targets"] = _targets(priced, tables)
     deliver(tables, as_json=arguments.json)
     left = len(runs) - len(priced_runs)
@@ -62,8 +73,8 @@ def main() -> None:
 
 def _others() -> dict[str, Sequence[Row]]:
     """Runs that the catalogue was not calibrated on."""
-    runs = read_runs(HERE / "mpt-others.csv")
-    priced = [price(Case(run, layout_of(run, graph_of(run)))) for run in runs]
+    cases = [Case(run, layout_of(run, graph_of(run))) for run in read_runs(HERE / "mpt-others.csv")]
+    priced = [price(case) for case in cases]
     llamas = [price_llama(run) for run in read_llamas()]
     sources = sorted({each.run.source for each in llamas})
     fitting = 100 * sum(each.fits for each in priced) / len(priced)
@@ -74,11 +85,15 @@ def _others() -> dict[str, Sequence[Row]]:
             *summaries(priced, KEYS["device"]),
             {**summary("all", errors), "fit %": round(fitting, 1)},
         ],
+        "Other MPT runs: error of throughput by attention kernel": by_kernel(cases),
         "Llama models: tokens per second and device": llama_rows(llamas),
         "Llama models: error of throughput": [
             *(summary(name, [each.error for each in llamas if each.run.source == name]) for name in sources),
             summary("all", [each.error for each in llamas]),
-            summary("all, with FlashAttention 2", [each.error_with_flash_2 for each in llamas]),
+            summary("all, with the default kernel", [each.error_with_default for each in llamas]),
+        ],
+        "Llama models: error of peaks": [
+            summary("all", [error for each in llamas if (error := each.peak_error) is not None])
         ],
     }
 

@@ -1,8 +1,10 @@
 """Published runs of Llama models on accelerators: rows of a CSV, captured as they ran and priced by the catalogue.
 
 Nothing of the catalogue is fitted to them. Each is priced with the attention kernel that its software has, by the
-column `attention`, and with the catalogue's default. `selective` is osdp's, which saves every product, where
-torchtitan's and IBM's save some of them. ZeRO-3 is priced as `free`, HSDP as `free_in_node`.
+column `attention`, and with the catalogue's default. ZeRO-3 is priced as `free`, HSDP as `free_in_node`; FSDP keeps
+what is outside of blocks from forward to backward. `selective` saves every second product where the column `saves`
+says so, as torchtitan does, else every one, as osdp does. A peak is compared with what its source reads: bytes that are
+allocated, or reserved, which torchtitan reads with expandable segments.
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 import csv
 import json
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import osdp.model.selective
 from osdp.cluster import Cluster, device
+from osdp.cluster.reserve import FRAGMENTS
 from osdp.cost.graph import StepGraph, step_graph
 from osdp.cost.layout import Layout, Variants
 from osdp.cost.training import Training
@@ -25,12 +34,13 @@ from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph
 from osdp.model.source import load_model
 from osdp.recompute import Recompute
-from osdp.sharding import ShardingMode
+from osdp.sharding import FREE, FREE_IN_NODE, KEEP, KEEP_IN_NODE, ShardingMode
 
 from .runs import HERE
 
 FILE = HERE / "llama-fsdp.csv"
 GIB = 1 << 30
+KEPT = {FREE: KEEP, FREE_IN_NODE: KEEP_IN_NODE}
 SHAPE = ("layers", "width", "ffn", "heads", "kv_heads", "vocab")
 
 
@@ -48,8 +58,11 @@ class LlamaRun:
     training: Training
     mode: ShardingMode
     recompute: Recompute
+    half_of_products: bool
+    keeps_root: bool
     tokens_per_second_per_gpu: float
     peak_gib: float | None
+    peak_is_reserved: bool
 
 
 def read_llamas(path: Path = FILE) -> list[LlamaRun]:
@@ -70,8 +83,11 @@ def _run(row: dict[str, str]) -> LlamaRun:
         training=replace(training, compiled=row["compiled"] == "yes"),
         mode=ShardingMode(row["mode"]),
         recompute=Recompute(row["recompute"]),
+        half_of_products=row["saves"] == "every second product",
+        keeps_root=row["engine"] == "fsdp",
         tokens_per_second_per_gpu=float(row["tokens_per_second_per_gpu"]),
         peak_gib=float(row["peak_gib"]) if row["peak_gib"] else None,
+        peak_is_reserved=row["peak_is"] == "reserved",
     )
 
 
@@ -85,11 +101,35 @@ def _cluster(row: dict[str, str]) -> Cluster:
         rate = chosen.node_link.bytes_per_second * float(row["node_gbytes"]) * 1e9 / usual
         chosen = replace(chosen, node_link=replace(chosen.node_link, bytes_per_second=rate))
     made = Cluster.of(chosen, nodes=int(row["nodes"]), devices_per_node=int(row["devices_per_node"]))
+    made = replace(made, expandable_segments=row["peak_is"] == "reserved")
     return made.with_network(float(row["network_gbit"]) * 1e9 / 8) if row["network_gbit"] else made
 
 
+def _half_of_products() -> osdp.model.selective.Contexts:
+    """Contexts that save attention and every second product of a block, as torchtitan's selective checkpoint does."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = operator is torch.ops.aten.mm.default
+        counts[context.is_recompute] += is_product
+        saved = operator in osdp.model.selective.KEPT and not (is_product and counts[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@contextmanager
+def _saving(half_of_products: bool) -> Iterator[None]:
+    usual = osdp.model.selective.selective_contexts
+    osdp.model.selective.selective_contexts = _half_of_products if half_of_products else usual
+    try:
+        yield
+    finally:
+        osdp.model.selective.selective_contexts = usual
+
+
 @cache
-def _graph(shape: tuple[int, ...], tied: bool, seq_len: int, compiled: bool) -> ModelGraph:
+def _graph(shape: tuple[int, ...], tied: bool, seq_len: int, compiled: bool, half_of_products: bool) -> ModelGraph:
     layers, width, ffn, heads, kv_heads, vocab = shape
     config: dict[str, Any] = {
         "model_type": "llama",
@@ -109,12 +149,13 @@ def _graph(shape: tuple[int, ...], tied: bool, seq_len: int, compiled: bool) -> 
         path.write_text(json.dumps(config), encoding="utf-8")
         source = load_model(str(path), seq_len=seq_len)
     given = {"loss": source.loss, "seq_len": seq_len, "name": "llama", "device": device("A100-80GB")}
-    return capture(source.build_on_meta(), source.inputs, compute_dtype="bf16", compiled=compiled, **given)
+    with _saving(half_of_products):
+        return capture(source.build_on_meta(), source.inputs, compute_dtype="bf16", compiled=compiled, **given)
 
 
 def layout_of(run: LlamaRun) -> Layout:
     """Every block whole, and recomputed as it was."""
-    variants = Variants(_graph(run.shape, run.tied, run.seq_len, run.training.compiled))
+    variants = Variants(_graph(run.shape, run.tied, run.seq_len, run.training.compiled, run.half_of_products))
     wanted = [replace(plain, recompute=run.recompute) for plain in variants.plainest()]
     chosen = [
         again if again in variants.of(index) else plain
@@ -127,12 +168,17 @@ class PricedLlama(NamedTuple):
     run: LlamaRun
     tokens_per_second_per_gpu: float
     with_default: float
-    peak_bytes: int
+    peak_bytes: float
 
     @property
     def error(self) -> float:
         """Of the throughput: above 0 it was predicted too high."""
         return self.tokens_per_second_per_gpu / self.run.tokens_per_second_per_gpu - 1
+
+    @property
+    def peak_error(self) -> float | None:
+        """Of the peak, where the source has one."""
+        return None if self.run.peak_gib is None else self.peak_bytes / GIB / self.run.peak_gib - 1
 
     @property
     def error_with_default(self) -> float:
@@ -141,7 +187,8 @@ class PricedLlama(NamedTuple):
 
 
 def step_of(run: LlamaRun, layout: Layout, cluster: Cluster | None = None) -> StepGraph:
-    options = [Option(run.mode)] * len(layout.units)
+    outside = KEPT.get(run.mode, run.mode) if run.keeps_root else run.mode
+    options = [Option(run.mode if each.stage.is_block else outside) for each in layout.staged for _ in each.units]
     return step_graph(layout, options, run.batch, run.training, cluster or run.cluster)
 
 
@@ -150,7 +197,12 @@ def price(run: LlamaRun) -> PricedLlama:
     step, usual = step_of(run, layout), device(run.cluster.device.name).attention
     tokens = run.batch * run.training.accumulation * run.seq_len
     with_default = tokens / step_of(run, layout, run.cluster.with_attention(usual)).seconds
-    return PricedLlama(run, tokens / step.seconds, with_default, step.timeline().peak_bytes)
+    timeline, cluster = step.timeline(), run.cluster
+    peak = float(timeline.peak_bytes)
+    if run.peak_is_reserved:
+        fragments = cluster.reserve[FRAGMENTS]
+        peak = (peak + timeline.idle_pool_bytes) * (cluster.limit_bytes + fragments) / cluster.limit_bytes
+    return PricedLlama(run, tokens / step.seconds, with_default, peak)
 
 
 def llama_rows(priced: Sequence[PricedLlama]) -> list[dict[str, Any]]:
@@ -171,6 +223,7 @@ def llama_rows(priced: Sequence[PricedLlama]) -> list[dict[str, Any]]:
             "default %": round(100 * each.error_with_default, 1),
             "peak GiB": each.run.peak_gib,
             "predicted GiB": round(each.peak_bytes / GIB, 1),
+            "peak %": None if each.peak_error is None else round(100 * each.peak_error, 1),
         }
         for each in priced
     ]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .calibration import FIGURES, Case, Fold, Values, catalogue_figures, figures
-from .runs import Run, predicted_seconds, step_of
+from .runs import ATTENTION, Run, predicted_seconds, step_of
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -41,6 +41,17 @@ class Priced(NamedTuple):
 def price(case: Case) -> Priced:
     step = step_of(case.run, case.layout)
     return Priced(case.run, predicted_seconds(step), step.timeline().peak_bytes, step.cluster.limit_bytes)
+
+
+def by_kernel(cases: Sequence[Case]) -> list[Row]:
+    """Errors of throughput with the attention kernel that ran, with the catalogue's default, and between the two."""
+
+    def errors(kernel: str) -> list[float]:
+        clusters = [case.run.cluster.with_attention(kernel) for case in cases]
+        steps = [step_of(case.run, case.layout, cluster) for case, cluster in zip(cases, clusters, strict=True)]
+        return [case.run.step_seconds / predicted_seconds(step) - 1 for case, step in zip(cases, steps, strict=True)]
+
+    return [summary(kernel, errors(kernel)) for kernel in (ATTENTION, "flash-2", "either")]
 
 
 def every_run(priced: Sequence[Priced]) -> list[Row]:

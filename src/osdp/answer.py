@@ -37,6 +37,7 @@ def predicted_of(step: StepGraph) -> Predicted:
         },
         host_peak_bytes=(on_host := step.host_bytes()),
         host_limit_bytes=cluster.host_limit_bytes if on_host else 0,
+        idle_pool_bytes=0 if cluster.device.is_cpu else timeline.idle_pool_bytes,
     )
 
 

@@ -156,7 +156,8 @@ class Predicted:
     """What a step is expected to take, on every device alike.
 
     `step_seconds` is what the search minimises, what its proof speaks of and what the rate follows. What units on the
-    host take there is `host_peak_bytes`, of all ranks of a node; 0 where there are none.
+    host take there is `host_peak_bytes`, of all ranks of a node; 0 where there are none. `idle_pool_bytes` is what the
+    caching allocator holds beyond the peak, as its streams do not share what they have freed.
     """
 
     step_seconds: NotNegative
@@ -170,6 +171,7 @@ class Predicted:
     time_parts: Mapping[str, Finite]
     host_peak_bytes: Whole = 0
     host_limit_bytes: Whole = 0
+    idle_pool_bytes: Whole = 0
 
 
 @dataclass(frozen=True)

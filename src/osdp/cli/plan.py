@@ -133,14 +133,21 @@ def add_rates(group: argparse._ActionsContainer) -> None:
         "--attention",
         metavar="KERNEL",
         choices=tuple(KERNELS),
-        help="attention kernel that runs: flash-1 (software of 2023), flash-2, flash-3, cudnn, efficient "
-        "(default: the device's usual one; its rates: `osdp devices --json`)",
+        help="attention kernel that runs: flash-1 (software of 2023), flash-2, flash-3, cudnn, efficient, or either of "
+        "the first two (default: the device's usual one, flash-2 on most; rates: `osdp devices --json`)",
+    )
+    group.add_argument(
+        "--expandable-segments",
+        action="store_true",
+        help="torch's allocator is set to use them (PYTORCH_CUDA_ALLOC_CONF): half as many fragments are reserved",
     )
 
 
 def with_rates(arguments: argparse.Namespace) -> Cluster:
-    """The cluster with the network and the attention kernel that were asked for."""
+    """The cluster with the network, the attention kernel and the allocator that were asked for."""
     cluster: Cluster = arguments.cluster
+    if arguments.expandable_segments:
+        cluster = replace(cluster, expandable_segments=True)
     if arguments.network is not None:
         cluster = cluster.with_network(arguments.network)
     return cluster if arguments.attention is None else cluster.with_attention(arguments.attention)

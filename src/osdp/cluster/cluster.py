@@ -46,7 +46,8 @@ class Cluster:
     `copy_byte_seconds`, on top of the memory's rate, for every byte that is copied beside it.
     A profile measures these, and times `stages` and `optimizers`. `engine_name` says which engine runs plans: where it
     is not given, the one that the runtime takes on such devices. `host_memory_bytes` is the memory of one node's host,
-    if not what the catalogue takes a usual machine to have.
+    if not what the catalogue takes a usual machine to have. `expandable_segments` says that torch's allocator is set to
+    use them (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`), so that fewer fragments need room.
     """
 
     nodes: Count
@@ -67,6 +68,7 @@ class Cluster:
     name: str = ""
     engine_name: EngineName | None = None
     host_memory_bytes: MemoryBytes | None = None
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         if self.engine_name is None:
@@ -195,7 +197,13 @@ class Cluster:
     @property
     def reserve(self) -> dict[str, int]:
         """Bytes of one device that are not planned with, by what takes them: see `osdp.cluster.reserve`."""
-        return reserve_of(self.device, self.total_bytes, self.communicators, self.reserve_fraction)
+        return self._reserve(self.total_bytes)
+
+    @property
+    def _reserve(self) -> partial[dict[str, int]]:
+        """The reserve of any memory; see [Note: Reserve]."""
+        own = {"communicators": self.communicators, "fraction": self.reserve_fraction}
+        return partial(reserve_of, self.device, **own, expandable=self.expandable_segments)
 
     @property
     def communicators(self) -> int:
@@ -230,8 +238,7 @@ class Cluster:
 
     def with_limit(self, limit_bytes: int) -> Cluster:
         """The same cluster with the least memory that has this limit."""
-        reserve = partial(reserve_of, self.device, communicators=self.communicators, fraction=self.reserve_fraction)
-        return replace(self, memory_bytes=memory_for(limit_bytes, reserve))
+        return replace(self, memory_bytes=memory_for(limit_bytes, self._reserve))
 
     @property
     def slowest_factor(self) -> float:

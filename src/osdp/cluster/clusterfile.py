@@ -9,6 +9,7 @@ A cluster file, with everything but the first lines optional:
     memory = "40GiB"            # of each device, if not the device's own
     attention = "flash-1"       # the attention kernel that runs, if not the device's usual one
     reserve_fraction = 0.06     # of that memory, not planned with; without it, what the device's figures say
+    expandable_segments = true  # as torch's allocator is set: fewer fragments
     host_memory_bytes = 1099511627776   # of one node's host, if not what the catalogue takes a usual machine to have
     engine = "async-gloo"       # what runs plans: fsdp2 (stock), async-gloo; without it, what the runtime takes there
     overlap = true              # communication runs beside compute; or the part of it that does, from 0 to 1
@@ -91,6 +92,7 @@ class ClusterTable(msgspec.Struct, kw_only=True):
     attention: str | None = None
     reserve_fraction: Reserve | None = None
     overlap: bool | Part | None = None
+    expandable_segments: bool = False
     unit_overhead_seconds: HostSeconds = 0.0
     collective_overhead_seconds: HostSeconds = 0.0
     tensor_seconds: HostSeconds = 0.0

@@ -40,8 +40,9 @@ KERNELS = {
     "flash-3": "FlashAttention 3",
     "cudnn": "cuDNN's attention",
     "efficient": "torch's memory-efficient attention",
+    "either": "FlashAttention 1 or 2, the mean of their seconds",
 }
-"""Which attention kernel a device's `attention_efficiency` is of."""
+"""Which attention kernel an `attention_efficiency` is of; 'either' where nobody says how old the software is."""
 
 _NOT_OF_A_DEVICE = ("reason", "link_efficiency", "aliases", "host_link")
 _MAKERS = re.compile(r"\b(nvidia|amd|intel|instinct|geforce|tesla)\b", re.IGNORECASE)
@@ -60,8 +61,9 @@ class Device:
     `attention_rates` has those of the others that the device runs: `with_attention` takes another. `busy_fraction` is
     the part of a collective's seconds that the computation beside it loses. Of the memory, `context_bytes`,
     `communicator_bytes` for each communicator, `workspace_bytes` and the part `reserve_fraction` of the rest, which the
-    allocator's fragments take, are not planned with. Without `flash_attention`, as before NVIDIA's Ampere, torch's
-    attention is memory-efficient in fp16 and fp32, and not fused in bf16.
+    allocator's fragments take (`expandable_reserve_fraction` with expandable segments), are not planned with. Without
+    `flash_attention`, as before NVIDIA's Ampere, torch's attention is memory-efficient in fp16 and fp32, and not fused
+    in bf16.
 
     What units on the host depend on: `host_bytes_per_second`, of this device's link to it in one direction, and of the
     host, for each of a usual machine's devices, `host_memory_bytes` and `host_memory_bytes_per_second`. Where they are
@@ -86,6 +88,7 @@ class Device:
     speed_spread: Part = 0.0
     busy_fraction: Part = 0.0
     context_bytes: ReservedBytes = 0
+    expandable_reserve_fraction: Reserve = 0.0
     communicator_bytes: ReservedBytes = 0
     workspace_bytes: ReservedBytes = 0
     flash_attention: bool = True
@@ -217,8 +220,11 @@ def _read_entry(entry: dict[str, Any], links: dict[str, Any], defaults: dict[str
 
     places = ("node_link", "network")
     own = {key: value for key, value in {**defaults, **entry}.items() if key not in _NOT_OF_A_DEVICE}
-    if own["attention_rates"]:
-        own["attention_efficiency"] = own["attention_rates"][own["attention"]]
+    rates = own["attention_rates"]
+    if "flash-1" in rates and "flash-2" in rates:
+        rates["either"] = round(2 / (1 / rates["flash-1"] + 1 / rates["flash-2"]), 3)
+    if rates:
+        own["attention_efficiency"] = rates[own["attention"]]
     source = entry["source"] | {place: links[entry[place]]["source"] for place in places}
     table = {**own, **{place: link(place) for place in places}, "source": source}
     if "host_link" in entry:

@@ -3,7 +3,8 @@
 [Note: Reserve]
 A process on an accelerator holds its context (driver and kernels' code), buffers of every communicator, workspaces of
 libraries, and blocks that the caching allocator has reserved and cannot give to a tensor of another size: fragments.
-The first three are bytes, the last is a part of what remains. A plan for a part of a device's memory leaves that part
+The first three are bytes, the last is a part of what remains, smaller with expandable segments, which grow where they
+are instead of standing beside each other. A plan for a part of a device's memory leaves that part
 of each of them; a `reserve_fraction` that is given for a cluster replaces them all.
 """
 
@@ -17,7 +18,9 @@ CONTEXT, COMMUNICATORS, WORKSPACES, FRAGMENTS = "context", "communicators", "wor
 RESERVED = "reserved"
 
 
-def reserve_of(device: Device, total_bytes: int, communicators: int, fraction: float | None) -> dict[str, int]:
+def reserve_of(
+    device: Device, total_bytes: int, communicators: int, fraction: float | None, *, expandable: bool = False
+) -> dict[str, int]:
     """Bytes of `total_bytes` by what takes them; see [Note: Reserve]."""
     if fraction is not None:
         return {RESERVED: total_bytes - int(total_bytes * (1 - fraction))}
@@ -28,7 +31,8 @@ def reserve_of(device: Device, total_bytes: int, communicators: int, fraction: f
         WORKSPACES: int(device.workspace_bytes * part),
     }
     rest = total_bytes - sum(fixed.values())
-    lines = fixed | {FRAGMENTS: rest - int(rest * (1 - device.reserve_fraction))}
+    fragments = device.expandable_reserve_fraction if expandable else device.reserve_fraction
+    lines = fixed | {FRAGMENTS: rest - int(rest * (1 - fragments))}
     return {name: size for name, size in lines.items() if size}
 
 

@@ -45,9 +45,11 @@ from osdp.cost.positions import (
     COPY,
     END,
     GATHERED,
+    GATHERS,
     GRADIENTS,
     ISSUE,
     PARAMETERS,
+    REDUCTIONS,
     START,
     STATES,
     Allocation,
@@ -157,9 +159,9 @@ def _gradients(
         return [Allocation(GRADIENTS, gradient, leave.next(), places.finish)]
     if training.accumulation == 1:
         sliced = places.first_gradient if option.slices > 1 else None  # reduced one by one, inside the operator
-        return [Allocation(GRADIENTS, gradient, sliced or leave.next(), END)]
+        return [Allocation(GRADIENTS, gradient, sliced or leave.next(), END, REDUCTIONS)]
     if not option.reduce_once:  # from the second micro-batch on they are always there
-        return [Allocation(GRADIENTS, gradient, START, END)]
+        return [Allocation(GRADIENTS, gradient, START, END, REDUCTIONS)]
     # Earlier micro-batches hold the unreduced ones to their end, the last one its own part once it is reduced.
     unreduced = count * _unreduced_bytes(sizes, training)
     return [
@@ -301,13 +303,13 @@ def _gather(
             [Allocation(BUFFERS, sizes.cast_extra * compute, enter, enter.next())] if training.precision.casts else []
         )
     output = sizes.gathered * compute
-    allocations = [Allocation(BUFFERS, output, issue or enter, enter.next())]
+    allocations = [Allocation(BUFFERS, output, issue or enter, enter.next(), GATHERS)]
     if sent_bytes and issue is not None:
         allocations.append(Allocation(BUFFERS, sent_bytes, issue, issue.next()))
     if column_bytes and issue is not None:
         allocations.append(Allocation(BUFFERS, column_bytes, issue, enter))
     if slices > 1:  # while a slice computes, the next one is gathered
-        allocations.append(Allocation(BUFFERS, output + column_bytes, enter.next(), leave))
+        allocations.append(Allocation(BUFFERS, output + column_bytes, enter.next(), leave, GATHERS))
     if sizes.moved:  # put in order through a temporary; see [Note: Shard dimension]
         allocations.append(Allocation(GATHERED, sizes.moved * compute, enter, enter.next() if slices == 1 else leave))
     return allocations

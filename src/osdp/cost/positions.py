@@ -6,6 +6,13 @@ gathered is copied out, or gradients are copied in for their reduction; then the
 reduction's result exists; then the segment itself computes. On asynchronous gloo, forward issues first and
 copies out then. A position is (pass, slot): a step goes through the stages
 forward, then backward, then the optimizer. A hold is alive from `start` up to, not including, `end`.
+
+[Note: Pools]
+The caching allocator gives a freed block only to the stream that it was allocated on. FSDP2 allocates what a gather
+puts out on the stream that copies into it, the result of a reduction on the reductions' stream, and all else on the
+stream that computes. So what a process has reserved is the sum of three peaks, which need not be at the same time. A
+device without memory to reserve more makes the allocator give back what a pool does not use: a plan fits by what is
+allocated at once, and runs without that only if the three peaks fit.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ SAVED = "saved activations"
 TEMPORARIES = "temporaries"
 CONSTANTS = "buffers and inputs"
 PARTS = (PARAMETERS, GRADIENTS, STATES, GATHERED, BUFFERS, SAVED, TEMPORARIES, CONSTANTS)
+COMPUTE, GATHERS, REDUCTIONS = "compute", "gathers", "reductions"
+POOLS = (GATHERS, REDUCTIONS)  # beside that of the compute stream
 COPY, ISSUE, RUN = 0, 1, 2  # the three slots of a segment; see [Note: Slot]
 
 
@@ -38,10 +47,13 @@ END = Position(1 << 40, 0)
 
 
 class Allocation(NamedTuple):
+    """Bytes alive from `start` up to `end`; `pool` says on which stream they are allocated, see [Note: Pools]."""
+
     part: str
     nbytes: int
     start: Position
     end: Position
+    pool: str = COMPUTE
 
 
 @dataclass(frozen=True)

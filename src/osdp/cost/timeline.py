@@ -12,7 +12,7 @@ from osdp.cost.buckets import places_of
 from osdp.cost.issue_peaks import counted_twice
 from osdp.cost.layout import Layout, levels
 from osdp.cost.lifetimes import chunk_bytes, stepping_bytes, unit_allocations
-from osdp.cost.positions import CONSTANTS, PARTS, SAVED, TEMPORARIES, Allocation, Position
+from osdp.cost.positions import CONSTANTS, PARTS, POOLS, SAVED, TEMPORARIES, Allocation, Position
 from osdp.cost.slice_lifetimes import slice_growths
 from osdp.cost.training import Training
 from osdp.cost.units import Option
@@ -43,11 +43,15 @@ def stage_label(stage: str) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes by part (rows, in the order of PARTS) and slot (columns); `starts` has each pass's first column."""
+    """Bytes by part (rows, in the order of PARTS) and slot (columns); `starts` has each pass's first column.
+
+    `pools` has those of them that are not in the compute stream's pool, in the order of POOLS.
+    """
 
     layout: Layout
     parts: IntArray
     starts: tuple[int, ...]
+    pools: IntArray
 
     @property
     def total(self) -> IntArray:
@@ -56,6 +60,12 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         return int(self.total.max())
+
+    @property
+    def idle_pool_bytes(self) -> int:
+        """What the streams' pools hold, beyond the peak, for times of their own; see [Note: Pools]."""
+        computing = int((self.total - self.pools.sum(axis=0)).max())
+        return computing + int(self.pools.max(axis=1).sum()) - self.peak_bytes
 
     def moment(self, column: int) -> Moment:
         stage_pass = int(np.searchsorted(self.starts, column, side="right")) - 1
@@ -85,11 +95,15 @@ def build_timeline(
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     columns = int(starts[-1]) + 1
     change = np.zeros((len(PARTS), columns + 1), dtype=np.int64)
+    pooled = np.zeros((len(POOLS), columns + 1), dtype=np.int64)
     row = {name: index for index, name in enumerate(PARTS)}
     for hold in _allocations(layout, options, training, cluster):
         begin, end = _columns(hold, starts, columns)
         change[row[hold.part], begin] += hold.nbytes
         change[row[hold.part], end] -= hold.nbytes
+        if hold.pool in POOLS:
+            pooled[POOLS.index(hold.pool), begin] += hold.nbytes
+            pooled[POOLS.index(hold.pool), end] -= hold.nbytes
     for unit, option, places in zip(layout.units, options, layout.places, strict=True):
         for growth in slice_growths(unit, option, places, graph.operators):
             begin, end = column_of(growth.start, starts, columns), column_of(growth.end, starts, columns)
@@ -111,7 +125,7 @@ def build_timeline(
     for unit, option, places in zip(layout.units, options, layout.places, strict=True):
         parts[row[TEMPORARIES], -1] += stepping_bytes(unit, option, places, training, cluster)
     parts[row[TEMPORARIES], -1] += chunk_bytes(graph, training)
-    return Timeline(layout, parts, tuple(int(start) for start in starts))
+    return Timeline(layout, parts, tuple(int(start) for start in starts), pooled.cumsum(axis=1)[:, :columns])
 
 
 def _allocations(

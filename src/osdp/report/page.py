@@ -8,6 +8,7 @@ from itertools import groupby
 
 from osdp.cluster import KERNELS, format_bytes
 from osdp.cluster.device import CALIBRATED, DATA_SHEET, MEASURED
+from osdp.cluster.reserve import FRAGMENTS, RESERVED
 from osdp.errors import DoesNotFit
 from osdp.planfile import NO_LAYOUT, Baseline, Certificate, OuterLayout, Plan, PlanUnit
 from osdp.recompute import Recompute
@@ -82,6 +83,7 @@ class Memory:
     at: str
     parts: tuple[Part, ...]
     reserve: tuple[Part, ...] = ()
+    idle_pool_bytes: int = 0
 
     @property
     def share(self) -> float:
@@ -196,6 +198,7 @@ def plan_page(plan: Plan) -> PlanPage:
             predicted.peak_at,
             parts_of(predicted.memory_parts, predicted.peak_bytes),
             parts_of(plan.cluster.reserve, plan.cluster.total_bytes),
+            predicted.idle_pool_bytes,
         ),
         held=held_shares(plan.units),
         groups=grouped(plan.units),
@@ -255,6 +258,17 @@ BASES = {
     CALIBRATED: "speeds: calibrated on published runs on such devices",
     DATA_SHEET: "speeds: from data sheets and estimates; osdp profile measures them",
 }
+
+
+def pools_sentence(memory: Memory) -> str:
+    """What torch reports as reserved; see [Note: Pools] in osdp.cost.positions."""
+    left = memory.limit_bytes + sum(part.amount for part in memory.reserve if part.name in (FRAGMENTS, RESERVED))
+    reserved = (memory.peak_bytes + memory.idle_pool_bytes) * left / memory.limit_bytes
+    short = f"; only {format_bytes(left)} are there, so it gives some back in every step, which costs time"
+    return (
+        f"torch reserves {format_bytes(reserved)}, as streams do not share what they have freed"
+        f"{short if reserved > left else ''}"
+    )
 
 
 def speeds_sentence(page: PlanPage) -> str:

@@ -24,6 +24,7 @@ from osdp.report.page import (
     UnitRow,
     gain_sentence,
     host_sentence,
+    pools_sentence,
     settings_sentence,
     speeds_sentence,
     unused_sentence,
@@ -109,6 +110,8 @@ def _print_memory(memory: Memory, out: Console) -> None:
     print_line(out, f"peak at {memory.at}")
     if memory.reserve:
         print_line(out, f"reserved besides{_listed(memory.reserve, format_bytes)}")
+    if memory.idle_pool_bytes:
+        print_line(out, pools_sentence(memory))
     table = make_table(("part", "left"), ("bytes", "right"), ("of the peak", "right"), header=False)
     for part in memory.parts:
         table.add_row(part.name, format_bytes(part.amount), format_share(part.share))
