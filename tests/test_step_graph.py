@@ -343,3 +343,20 @@ def test_a_plan_of_another_model_is_refused() -> None:
         step_graph_of(plan, captured("gpt-untied"))
     with pytest.raises(UsageError, match="plan again"):
         step_graph_of(plan, captured("gpt-pyramid"))
+
+
+# ---- pools
+
+
+def test_streams_do_not_share_what_they_have_freed() -> None:
+    """Gathers' outputs and reduced gradients have pools of their own, whose peaks add to the computation's."""
+    graph = built(FREE, cluster="2xA100-40GB")
+    timeline = graph.timeline()
+    gathers, reductions = timeline.pools.max(axis=1)
+    sizes = [padded(graph, index, 2) for index in range(len(graph.layout.units))]
+    assert gathers >= COMPUTE_BYTES * max(sizes)
+    assert reductions == sum(REDUCE_BYTES * size // 2 for size in sizes)
+    computing = (timeline.total - timeline.pools.sum(axis=0)).max()
+    assert timeline.peak_bytes + timeline.idle_pool_bytes == computing + gathers + reductions
+    assert timeline.idle_pool_bytes > 0
+    assert built(REPLICATE, cluster="2xA100-40GB").timeline().pools[0].max() == 0

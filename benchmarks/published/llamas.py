@@ -2,7 +2,7 @@
 
 Nothing of the catalogue is fitted to them. Each is priced with the attention kernel that its software has, by the
 column `attention`, and with the catalogue's default. ZeRO-3 is priced as `free`, HSDP as `free_in_node`; FSDP keeps
-what is outside of blocks from forward to backward. `selective` saves every second product where the column `saves`
+what is outside of blocks from forward to backward, torchtitan the last block too. `selective` saves every second product where the column `saves`
 says so, as torchtitan does, else every one, as osdp does. A peak is compared with what its source reads: bytes that are
 allocated, or reserved, which torchtitan reads with expandable segments.
 """
@@ -60,6 +60,7 @@ class LlamaRun:
     recompute: Recompute
     half_of_products: bool
     keeps_root: bool
+    keeps_last: bool
     tokens_per_second_per_gpu: float
     peak_gib: float | None
     peak_is_reserved: bool
@@ -84,7 +85,8 @@ def _run(row: dict[str, str]) -> LlamaRun:
         mode=ShardingMode(row["mode"]),
         recompute=Recompute(row["recompute"]),
         half_of_products=row["saves"] == "every second product",
-        keeps_root=row["engine"] == "fsdp",
+        keeps_root=row["engine"] in ("fsdp", "torchtitan"),
+        keeps_last=row["engine"] == "torchtitan",
         tokens_per_second_per_gpu=float(row["tokens_per_second_per_gpu"]),
         peak_gib=float(row["peak_gib"]) if row["peak_gib"] else None,
         peak_is_reserved=row["peak_is"] == "reserved",
@@ -187,8 +189,12 @@ class PricedLlama(NamedTuple):
 
 
 def step_of(run: LlamaRun, layout: Layout, cluster: Cluster | None = None) -> StepGraph:
-    outside = KEPT.get(run.mode, run.mode) if run.keeps_root else run.mode
-    options = [Option(run.mode if each.stage.is_block else outside) for each in layout.staged for _ in each.units]
+    kept = Option(KEPT.get(run.mode, run.mode))
+    blocks = [index for index, each in enumerate(layout.staged) if each.stage.is_block]
+    freed = set(blocks[:-1] if run.keeps_last else blocks if run.keeps_root else range(len(layout.staged)))
+    options = [
+        Option(run.mode) if index in freed else kept for index, each in enumerate(layout.staged) for _ in each.units
+    ]
     return step_graph(layout, options, run.batch, run.training, cluster or run.cluster)
 
 
