@@ -112,6 +112,11 @@ class Runner:
     def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
         return self._run(batch, how, book_saved=False)
 
+    def selectively(self, batches: Sequence[int]) -> dict[int, RawTrace]:
+        """With every block recomputed selectively."""
+        how = dict.fromkeys(self.blocks, Recompute.SELECTIVE)
+        return {batch: self.recomputed(batch, how) for batch in batches}
+
     def compiled(self, compiled: CompiledBlocks, batch: int, blocks: Sequence[str], how: Recompute) -> RawTrace:
         """The same step with its blocks compiled; see [Note: Compiled traces] in compiled_blocks.py."""
         selective = [self.model.get_submodule(block) for block in blocks] if how is Recompute.SELECTIVE else []
@@ -184,14 +189,23 @@ class Recomputed:
         return build_trace(self.trace, cut), selective, self.on_host.get(cut.block or "")
 
 
-def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
-    """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option."""
+def try_recompute(
+    run: Runner, batches: Sequence[int], cuts: Sequence[Cut], selectively: Callable[[], dict[int, RawTrace]]
+) -> Recomputed:
+    """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option.
+
+    `selectively` gives the traces with all blocks recomputed selectively.
+    """
     found = _try_full(run, batches, cuts)
     if found.trace is None:
         return found
     blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
     try:
-        found.selective = _recomputed(run, batches, dict.fromkeys(blocks, Recompute.SELECTIVE), cuts)
+        if set(blocks) == set(run.blocks):
+            trace = fit_growth(selectively())
+            found.selective = trace, _cuts_as(run, trace, cuts)
+        else:
+            found.selective = _recomputed(run, batches, dict.fromkeys(blocks, Recompute.SELECTIVE), cuts)
         outside = (found.traces(index)[:2] for index, cut in enumerate(cuts) if cut.block is None)
         if any(full and other and shape_of(full, "") != shape_of(other, "") for full, other in outside):
             found.selective = None
