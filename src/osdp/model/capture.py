@@ -82,7 +82,7 @@ def capture(
     first: Exception | None = None
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
-            size = batch or _own_batch(example_inputs)
+            size = batch or _own_batch(model, example_inputs)
             asked = _Asked(model, inputs, loss, compute_dtype, size, device, name, on_host)
             try:
                 taken = _taken(asked)
@@ -115,8 +115,8 @@ def _ways(model: nn.Module, example: Any) -> list[Inputs]:
     return [*ways, scaled_inputs(example, model=model, rows=True)] if has_rows(example) else ways
 
 
-def _own_batch(example: Any) -> int:
-    return 2 if callable(example) and not isinstance(example, Mapping) else example_batch(example)
+def _own_batch(model: nn.Module, example: Any) -> int:
+    return 2 if callable(example) and not isinstance(example, Mapping) else example_batch(example, model)
 
 
 @dataclass(frozen=True)

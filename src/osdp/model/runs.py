@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +25,7 @@ from osdp.model.compiled_blocks import CompiledBlocks
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import (
     DTYPES,
+    compiling_nothing,
     fake_copy,
     same_draws,
     sequences_not_packed,
@@ -130,7 +132,8 @@ class Runner:
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
-            with sequences_not_packed(kwargs), kernels_of(self.device, self.model, compiled=compiled):
+            eager = nullcontext() if compiled else compiling_nothing()
+            with eager, sequences_not_packed(kwargs), kernels_of(self.device, self.model, compiled=compiled):
                 trace = run_trace(
                     self.model,
                     args,

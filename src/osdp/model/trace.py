@@ -375,10 +375,10 @@ def run_trace(
     for module in cast:
         casting = functools.partial(_cast_inputs, input_dtype)
         hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
-    originals = []
+    originals: list[tuple[nn.Module, dict[str, Any]]] = []  # a compiled block's forward is its own attribute
     for name, how in (recompute or {}).items():
         module = model.get_submodule(name)
-        originals.append(module)
+        originals.append((module, {key: each for key, each in vars(module).items() if key == "forward"}))
         host = _TracedHost(recorder, name)
         module.forward = checkpointed(module.forward, how, host=host, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
@@ -398,8 +398,9 @@ def run_trace(
             del scalar
     finally:
         hooks.remove()
-        for module in originals:
+        for module, own in originals:
             del module.forward
+            vars(module).update(own)
     recorder.trace.end_live = recorder.live
     called = {mark.name for mark in recorder.trace.marks if mark.kind == "enter"}
     if made := {name for name, _ in model.named_parameters()} - names:
