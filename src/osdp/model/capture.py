@@ -252,7 +252,7 @@ class _Taken:
         beside the others.
         """
         run = asked.watched_runner(mode, short)
-        with ForkWorker[dict[int, RawTrace]]() as worker:
+        with ForkWorker[dict[int, RawTrace] | str]() as worker:
             if run.blocks:
                 worker.start(partial(run.selectively, BATCHES))
             began = monotonic()
@@ -282,7 +282,7 @@ class _Taken:
         short: Short | None,
         batches: tuple[int, ...],
         raw: dict[int, RawTrace],
-        selectively: Callable[[], dict[int, RawTrace]],
+        selectively: Callable[[], dict[int, RawTrace] | str],
     ) -> _Taken:
         operators, blocks = run.operators, list(run.blocks)
         if "" not in operators and _uncalled(run.model, next(iter(raw.values())).marks):

@@ -114,10 +114,13 @@ class Runner:
     def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
         return self._run(batch, how, book_saved=False)
 
-    def selectively(self, batches: Sequence[int]) -> dict[int, RawTrace]:
-        """With every block recomputed selectively."""
+    def selectively(self, batches: Sequence[int]) -> dict[int, RawTrace] | str:
+        """With every block recomputed selectively; why not, where that does not run."""
         how = dict.fromkeys(self.blocks, Recompute.SELECTIVE)
-        return {batch: self.recomputed(batch, how) for batch in batches}
+        try:
+            return {batch: self.recomputed(batch, how) for batch in batches}
+        except Exception as error:
+            return _reason(error)
 
     def compiled(self, compiled: CompiledBlocks, batch: int, blocks: Sequence[str], how: Recompute) -> RawTrace:
         """The same step with its blocks compiled; see [Note: Compiled traces] in compiled_blocks.py."""
@@ -193,11 +196,11 @@ class Recomputed:
 
 
 def try_recompute(
-    run: Runner, batches: Sequence[int], cuts: Sequence[Cut], selectively: Callable[[], dict[int, RawTrace]]
+    run: Runner, batches: Sequence[int], cuts: Sequence[Cut], selectively: Callable[[], dict[int, RawTrace] | str]
 ) -> Recomputed:
     """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option.
 
-    `selectively` gives the traces with all blocks recomputed selectively.
+    `selectively` gives the traces with all blocks recomputed selectively, or says why there are none.
     """
     found = _try_full(run, batches, cuts)
     if found.trace is None:
@@ -205,7 +208,10 @@ def try_recompute(
     blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
     try:
         if set(blocks) == set(run.blocks):
-            trace = fit_growth(selectively())
+            raw = selectively()
+            if isinstance(raw, str):
+                raise CaptureError(raw)
+            trace = fit_growth(raw)
             found.selective = trace, _cuts_as(run, trace, cuts)
         else:
             found.selective = _recomputed(run, batches, dict.fromkeys(blocks, Recompute.SELECTIVE), cuts)
@@ -214,8 +220,7 @@ def try_recompute(
             found.selective = None
             raise CaptureError("it changes what is held outside blocks")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        found.notes.append(f"blocks are recomputed as a whole or not at all: selectively, one fails ({reason})")
+        found.notes.append(f"blocks are recomputed as a whole or not at all: selectively, one fails ({_reason(error)})")
     return found
 
 
@@ -227,9 +232,8 @@ def try_on_host(
         _put_on_host(run, batches, cuts, again)
         check()
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         again.on_host = {}
-        again.notes.append(f"no block's input can be on the host: {reason}")
+        again.notes.append(f"no block's input can be on the host: {_reason(error)}")
 
 
 def _put_on_host(run: Runner, batches: Sequence[int], cuts: Sequence[Cut], again: Recomputed) -> None:
@@ -285,8 +289,11 @@ def _try_full(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recom
 
 
 def _cannot(kind: str, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-    return f"{kind} blocks are not recomputed: a second forward of one does not repeat the first ({reason})"
+    return f"{kind} blocks are not recomputed: a second forward of one does not repeat the first ({_reason(error)})"
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def _recomputed(
