@@ -253,13 +253,13 @@ class _Taken:
         """
         run = asked.watched_runner(mode, short)
         with ForkWorker[dict[int, RawTrace] | str]() as worker:
-            if run.blocks:
-                worker.start(partial(run.selectively, BATCHES))
             began = monotonic()
             raw = {BATCHES[0]: run.plain(BATCHES[0])}
             if short is not None:
                 depth_said(asked.name, monotonic() - began, len(run.blocks), len(asked.blocks))
             raw |= {batch: run.plain(batch) for batch in BATCHES[1:]}
+            if run.blocks:
+                worker.start(partial(run.selectively, BATCHES))
             if short is None:
                 raw[CHECKED] = whole()
             selectively = partial(worker.result, waiting_said(asked.name, "blocks are traced selectively recomputed"))

@@ -3,8 +3,8 @@
 [Note: Pace]
 A scan that Python unrolls has kernels for every step: thousands of steps make traces of minutes. Once a capture has
 taken a few seconds, one forward at two short lengths tells how the number of kernels grows with the length, and so how
-many all traces of this process have: two plain ones of three forwards each (backward has twice a forward's), and two
-with blocks recomputed, of four at most. Two more run beside them where there is a second core, else after them.
+many all traces of this process have: two plain ones of three forwards each (backward has twice a forward's), and one
+with blocks recomputed, of four at most. One more runs beside it where there is a second core, else after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BETWEEN_SECONDS = 10.0
 
 
 def forwards_traced() -> int:
-    return 2 * 3 + (2 if may_fork() else 4) * 4
+    return 2 * 3 + (1 if may_fork() else 2) * 4
 
 
 @dataclass

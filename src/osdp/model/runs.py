@@ -39,7 +39,8 @@ from osdp.model.pace import Pace
 from osdp.model.shorten import Short
 from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
-from osdp.model.trace import RawTrace, Recorder, run_trace
+from osdp.model.trace import RawTrace, Recorder, SeesKernels, run_trace
+from osdp.model.two_batches import KernelPairs, Kernels
 from osdp.model.values import NOT_DROPPED, Values, fake_of
 from osdp.recompute import Recompute
 
@@ -63,6 +64,7 @@ class Runner:
     device: Device | None
     not_units: frozenset[str] = frozenset()  # see [Note: Used outside] in parameter_uses.py
     pace: Pace | None = None
+    kernels: dict[int, Kernels] = field(default_factory=dict)  # of plain runs, by batch
 
     @staticmethod
     def of(
@@ -106,7 +108,8 @@ class Runner:
         return {name: module for name, module in found.items() if name not in self.not_units}
 
     def plain(self, batch: int) -> RawTrace:
-        return self._run(batch, {}, book_saved=True)
+        self.kernels[batch] = Kernels()
+        return self._run(batch, {}, book_saved=True, kernels=self.kernels[batch])
 
     def check(self, batch: int) -> RawTrace:
         return self._run(batch, {}, book_saved=False)
@@ -114,11 +117,21 @@ class Runner:
     def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
         return self._run(batch, how, book_saved=False)
 
+    def recomputed_at(self, batches: Sequence[int], how: Mapping[str, Recompute]) -> dict[int, RawTrace]:
+        """At two batch sizes of plain runs, from one trace where that is possible; see [Note: Two batches]."""
+        if len(batches) != 2 or not self.kernels.keys() >= set(batches):
+            return {batch: self.recomputed(batch, how) for batch in batches}
+        one, other = batches
+        pairs = KernelPairs(self.kernels[one], self.kernels[other])
+        trace = self._run(one, how, book_saved=False, kernels=pairs)
+        first, second = pairs.divided(trace)
+        return {one: first, other: second if pairs.is_complete else self.recomputed(other, how)}
+
     def selectively(self, batches: Sequence[int]) -> dict[int, RawTrace] | str:
         """With every block recomputed selectively; why not, where that does not run."""
         how = dict.fromkeys(self.blocks, Recompute.SELECTIVE)
         try:
-            return {batch: self.recomputed(batch, how) for batch in batches}
+            return self.recomputed_at(batches, how)
         except Exception as error:
             return _reason(error)
 
@@ -130,7 +143,13 @@ class Runner:
             return self._run(batch, around, book_saved=False, compiled=True)
 
     def _run(
-        self, batch: int, recompute: Mapping[str, Recompute], *, book_saved: bool, compiled: bool = False
+        self,
+        batch: int,
+        recompute: Mapping[str, Recompute],
+        *,
+        book_saved: bool,
+        compiled: bool = False,
+        kernels: SeesKernels | None = None,
     ) -> RawTrace:
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
@@ -148,6 +167,7 @@ class Runner:
                     cast=units_of(self.model, self.blocks, self.not_units),
                     input_dtype=self.dtype,
                     pace=self.pace,
+                    kernels=kernels,
                 )
         trace.assumptions = [*([f"{NOT_DROPPED} (layerdrop)"] if self.layers_dropped else []), *values.assumptions]
         return trace
@@ -302,7 +322,7 @@ def _recomputed(
     how: Mapping[str, Recompute],
     cuts: Sequence[Cut],
 ) -> tuple[GrowingTrace, list[Cut]]:
-    trace = fit_growth({batch: run.recomputed(batch, how) for batch in batches})
+    trace = fit_growth(run.recomputed_at(batches, how))
     return trace, _cuts_as(run, trace, cuts)
 
 
