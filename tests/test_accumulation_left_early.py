@@ -268,7 +268,7 @@ def test_zero_grad_inside_of_the_loop_clears_what_is_not_reduced() -> None:
             same(run, truth)
 
 
-def cleared_late(plan: Plan | None) -> Trained:
+def cleared_late(plan: Plan | None, clip: Callable[..., Tensor] = nn.utils.clip_grad_norm_) -> Trained:
     """After a forward, when units are gathered: by the model, whose parameters are the copies then."""
     model = built(Model) if plan is None else osdp.parallelize(built(Model), plan)
     optimizer, ranks = sgd(model.parameters()), 1 if plan is None else 2
@@ -277,14 +277,14 @@ def cleared_late(plan: Plan | None) -> Trained:
         model.zero_grad(set_to_none=step == 1)
         loss.backward()
         model(*data(4, seed=0))  # no backward follows: units stay gathered
-        (nn.utils.clip_grad_norm_ if plan is None else osdp.clip_grad_norm_)(model.parameters(), 0.05)
+        clip(model.parameters(), 0.05)
         optimizer.step()
         gradients = whole_gradients(model)
     return Trained([], gradients, whole_parameters(model))
 
 
-def made_late(plan: Plan) -> tuple[Trained, str]:
-    found = cleared_late(plan)
+def made_late(plan: Plan) -> tuple[list[Trained], str]:
+    found = [cleared_late(plan, clip) for clip in (osdp.clip_grad_norm_, nn.utils.clip_grad_norm_)]
     model = osdp.parallelize(built(Model), plan)
     loss = model(*data(4, seed=0))
     optimizer = sgd(model.parameters())
@@ -299,7 +299,8 @@ def test_what_is_done_to_a_model_whose_units_are_gathered_reaches_its_shards() -
     plan = plan_by_hand(odd_graph(Model), "2", modes=(KEEP, REPLICATE))
     truth = cleared_late(None)
     for found, said in run_ranks(2, made_late, plan):
-        same(found, truth)
+        for each in found:
+            same(each, truth)
         assert "gathered copies" in said and "right after osdp.parallelize" in said
 
 

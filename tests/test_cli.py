@@ -114,7 +114,7 @@ def test_the_wheel_has_the_data_and_the_command(tmp_path: Path) -> None:
         commands = archive.read(f"osdp_torch-{osdp.__version__}.dist-info/entry_points.txt").decode()
     assert {"osdp/cluster/devices.toml", "osdp/model/presets.toml", "osdp/py.typed", "osdp/cli/main.py"} <= names
     assert "osdp/training/text/alice.txt" in names
-    assert "osdp = osdp.cli.main:main" in commands
+    assert "osdp = osdp.__main__:main" in commands
 
 
 # ---- help teaches

@@ -203,6 +203,50 @@ def test_a_list_is_one_input_where_the_model_takes_one() -> None:
     assert graph_of(FromList).operators["mix"].calls == 3
 
 
+class PerSample(nn.Linear):
+    def forward(self, images: list[Tensor], labels: Tensor | None = None) -> Tensor:
+        return torch.stack([super(PerSample, self).forward(image).mean() for image in images]).sum()
+
+
+@pytest.mark.parametrize(
+    "example", [([torch.randn(5, WIDTH), torch.randn(7, WIDTH)],), ([torch.randn(3, WIDTH)] * 2, torch.zeros(2))]
+)
+def test_a_list_with_a_tensor_for_each_sample_is_of_so_many_samples(example: Any) -> None:
+    model = PerSample(WIDTH, WIDTH)
+    assert [len(scaled_inputs(example, model=model)(batch)[0][0]) for batch in (1, 2, 5)] == [1, 2, 5]
+    assert capture(model, example).only_batch == 2  # another batch is another number of kernels
+
+
+def test_packed_sequences_are_refused_with_a_remedy_that_helps() -> None:
+    class Padded(Recurrent):
+        def steps(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.lstm(x)[0]
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            hidden = torch.arange(x.shape[1]) >= lengths[:, None]
+            return self.steps(x, lengths).masked_fill(hidden[..., None], 0).square().mean()
+
+    class Packed(Padded):
+        def steps(self, x: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+    example = torch.randn(2, LENGTH, WIDTH), torch.tensor([LENGTH, LENGTH - 2])
+    with pytest.raises(OsdpError, match=r"Packed, test_many_models.py:\d+ packs sequences.* give .* the padded tensor"):
+        capture(Packed(), example)
+    assert [capture(Padded(), example).only_batch for _ in range(2)] == [None, None]  # torch caches what the first made
+
+
+def test_blocks_that_are_compiled_are_planned_as_they_are_written() -> None:
+    compiled = Attention()
+    compiled.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in compiled.blocks)
+    graph, plain = capture(compiled, MANY[Attention](), compute_dtype="fp32"), graph_of(Attention)
+    assert graph.batches == plain.batches and [stage.name for stage in graph.stages] == [s.name for s in plain.stages]
+    for stage, same in zip(graph.stages, plain.stages, strict=True):
+        assert (stage.selective is None) == (same.selective is None)
+        assert sum(s.flops.sum() for s in stage.plain.forward) == sum(s.flops.sum() for s in same.plain.forward)
+
+
 def test_a_failed_recompute_costs_that_block_the_option_only() -> None:
     class Remembering(nn.Linear):
         """Keeps its last output, as a cache does: its second forward is another one than its first."""

@@ -13,7 +13,7 @@ from torch import nn
 from osdp._torch import FakeTensorMode
 from osdp.model import pace
 from osdp.model.inputs import scaled_inputs
-from osdp.model.pace import KERNELS, Pace, check_said
+from osdp.model.pace import KERNELS, Pace, depth_said, forwards_traced, waiting_said
 from osdp.model.runs import BATCHES, Runner, _kernels_at, forward_kernels
 
 
@@ -51,7 +51,7 @@ def test_it_says_once_how_long_and_then_how_far(
     with caplog.at_level(logging.WARNING, logger="osdp"):
         for _ in range(20):
             following.tick()
-    expected = pace._FORWARDS * 10
+    expected = forwards_traced() * 10
     said = [record.getMessage() for record in caplog.records]
     assert len(asked) == 1
     assert f"about {expected * KERNELS:,} kernels" in said[0]
@@ -71,10 +71,12 @@ def test_a_short_capture_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_a_check_that_takes_long_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    say = check_said("a model", 2000)
+    depth_said("a model", 0.1, 3, 2000)
+    depth_said("a shallow model", 0.1, 3, 200)
+    say = waiting_said("a model", "its 2000 blocks are checked")
     for seconds in (5.0, 11.0, 16.0, 130.0):
         say(seconds)
     assert [record.message for record in caplog.records] == [
-        f"osdp: capturing a model: it is checked at its full depth of 2000 blocks, for {words} so far"
-        for words in ("11 s", "2 min")
+        "osdp: capturing a model: 3 of its 2000 blocks are traced, and all are checked once, which takes about 67 s",
+        *(f"osdp: capturing a model: its 2000 blocks are checked, for {words} so far" for words in ("11 s", "2 min")),
     ]

@@ -2,6 +2,7 @@
 
 Each one is shrunk, trained for one real step in a plain process, planned with `osdp.plan(model, inputs, "4xCPU",
 batch=2)`, and with --dry-run played through on fake tensors; each in a forked process of its own, with a time-out.
+With --out and --for it runs in pieces, of which each goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -29,19 +31,24 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="compare each plan's peak with a dry run's")
     parser.add_argument("--out", type=Path, help="a file of one JSON line for each; what is in it is not run again")
     parser.add_argument("--again", action="store_true", help="run those in --out again that train and are not planned")
+    parser.add_argument("--shuffle", action="store_true", help="in the order that --seed gives: a piece is a sample")
+    parser.add_argument("--for", dest="budget", type=float, default=float("inf"), help="begin none after these seconds")
     options = parser.parse_args()
+    began = time.monotonic()
     done = _read(options.out)
     if options.again:
         done = {name: row for name, row in done.items() if row["outcome"] in ("not trained", PLANNED)}
     chosen = _limited(architectures(options.kinds.split(",")), options.limit)[:: options.every]
-    if options.sample:
-        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
+    if options.sample or options.shuffle:
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample or len(chosen), len(chosen)))
     wanted = [part for part in options.only.split(",") if part]
     chosen = [each for each in chosen if not wanted or any(part in each.name for part in wanted)]
     warm_up()
     for number, architecture in enumerate(chosen):
         if architecture.name in done:
             continue
+        if time.monotonic() - began > options.budget:
+            break
         row = surveyed(architecture, seconds=options.timeout, dry_run=options.dry_run)
         done[architecture.name] = row
         said = f"{number + 1}/{len(chosen)} {row['seconds']:.0f} s {architecture.name}: {row['outcome']} {row['why']}"
@@ -49,7 +56,7 @@ def main() -> None:
         sys.stdout.flush()
         if options.out:
             options.out.write_text("".join(json.dumps(each) + "\n" for each in done.values()))
-    _print([done[each.name] for each in chosen])
+    _print([done[each.name] for each in chosen if each.name in done])
 
 
 def _read(path: Path | None) -> dict[str, dict]:

@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 import osdp
+import osdp.model.capture as capturing
 from benchmarks.survey.architectures import Architecture, candidates
 from benchmarks.survey.examples import BATCH, Example, examples
 from osdp.model.capture import capture, scaled_inputs
+from osdp.model.graph import ModelGraph
 from osdp.verify import verify
 
 PLANNED = "planned"
@@ -92,6 +94,7 @@ def _survey(architecture: Architecture, say: Any, dry_run: bool) -> None:
     model, example = found
     say(outcome="not planned", why="", parameters=sum(p.numel() for p in model.parameters()))
     began = time.monotonic()
+    graphs = _captured_graphs()
     try:
         plan = osdp.plan(model, example, "4xCPU", batch=BATCH)
     except Exception as error:
@@ -101,12 +104,23 @@ def _survey(architecture: Architecture, say: Any, dry_run: bool) -> None:
         return
     say(outcome=PLANNED, why="", plan_seconds=round(time.monotonic() - began, 1))
     if dry_run:
-        _compare(model, example, plan, say)
+        _compare(model, example, plan, graphs[0], say)
 
 
-def _compare(model: nn.Module, example: Example, plan: osdp.Plan, say: Any) -> None:
+def _captured_graphs() -> list[ModelGraph]:
+    """The graphs that `osdp.plan` captures from now on: a dry run is compared with the one that it planned."""
+    graphs: list[ModelGraph] = []
+
+    def remembering(*args: Any, **kwargs: Any) -> ModelGraph:
+        graphs.append(capture(*args, **kwargs))
+        return graphs[-1]
+
+    capturing.capture = remembering
+    return graphs
+
+
+def _compare(model: nn.Module, example: Example, plan: osdp.Plan, graph: ModelGraph, say: Any) -> None:
     try:
-        graph = capture(model, example)
         truth = verify(plan, graph, build=lambda: model, inputs=scaled_inputs(example))
         say(error=truth.error, collectives=truth.first_difference)
     except Exception as error:

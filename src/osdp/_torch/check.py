@@ -30,6 +30,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "torch.distributed.tensor.debug": ("_clear_sharding_prop_cache",),
     "torch.nn.utils.clip_grad._get_total_norm": ("__wrapped__",),  # a wrapper: see osdp._torch.clip
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": ("__wrapped__",),
+    "torch.nn.utils.clip_grad.clip_grad_norm_": ("__wrapped__",),
+    "torch.nn.utils.clip_grad.clip_grad_value_": ("__wrapped__",),
 }
 """Modules and classes, each with the attributes that are used of it."""
 

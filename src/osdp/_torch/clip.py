@@ -5,10 +5,14 @@
 call it, and users do. It computes with two functions of its module, which are public under other names. Each is a
 wrapper that has the function proper in its one closure cell, and there ours takes its place: whoever has imported a
 wrapper by name calls ours too. Ours serves gradients on several meshes of a plan, and leaves all others to torch's.
+
+After a forward that no backward follows, a model's parameters are gathered copies, which have no gradients: torch's
+clipping would leave these units out. It is given their shards.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,13 +25,17 @@ from torch.nn.utils import clip_grad
 
 Norm = Callable[[Sequence[Tensor], float], Tensor]
 Scale = Callable[[Sequence[Tensor], float, Tensor], None]
+ShardsOf = Callable[[Iterable[Tensor]], list[Tensor]]
 
 _ours: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()  # by id: meshes of a kind are equal
 _is_patched = False
 
 
-def clip_over_meshes(meshes: Iterable[DeviceMesh], *, norm: Norm, scale: Scale) -> None:
-    """Has torch's clipping take `norm` and `scale` for gradients on several of these meshes; see [Note: Clipping]."""
+def clip_over_meshes(meshes: Iterable[DeviceMesh], *, norm: Norm, scale: Scale, shards_of: ShardsOf) -> None:
+    """Has torch's clipping take `norm` and `scale` for gradients on several of these meshes; see [Note: Clipping].
+
+    `shards_of` gives parameters with shards in the place of gathered copies.
+    """
     global _is_patched
     _ours.update({id(mesh): mesh for mesh in meshes})
     if _is_patched:
@@ -63,6 +71,17 @@ def clip_over_meshes(meshes: Iterable[DeviceMesh], *, norm: Norm, scale: Scale) 
             stock_clip(found, max_norm, total_norm, foreach)
 
     norm_cell.cell_contents, clip_cell.cell_contents = get_total_norm, clip_grads_with_norm_
+    for whole in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_):
+        cell = _cell(whole)
+        cell.cell_contents = _of_shards(cell.cell_contents, shards_of)
+
+
+def _of_shards(stock: Callable[..., Any], shards_of: ShardsOf) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        return stock(shards_of(_listed(parameters)), *args, **kwargs)
+
+    return clip
 
 
 def _cell(wrapper: Any) -> Any:

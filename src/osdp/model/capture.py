@@ -11,7 +11,8 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from osdp.model.fork_worker import ForkWorker, no_garbage_collection
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
-from osdp.model.pace import Pace, check_said
+from osdp.model.pace import Pace, depth_said, waiting_said
 from osdp.model.parameter_uses import said_of
 from osdp.model.refused import refused
 from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_on_host, try_recompute
@@ -81,7 +82,7 @@ def capture(
     first: Exception | None = None
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
-            size = batch or _own_batch(example_inputs)
+            size = batch or _own_batch(model, example_inputs)
             asked = _Asked(model, inputs, loss, compute_dtype, size, device, name, on_host)
             try:
                 taken = _taken(asked)
@@ -114,8 +115,8 @@ def _ways(model: nn.Module, example: Any) -> list[Inputs]:
     return [*ways, scaled_inputs(example, model=model, rows=True)] if has_rows(example) else ways
 
 
-def _own_batch(example: Any) -> int:
-    return 2 if callable(example) and not isinstance(example, Mapping) else example_batch(example)
+def _own_batch(model: nn.Module, example: Any) -> int:
+    return 2 if callable(example) and not isinstance(example, Mapping) else example_batch(example, model)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _taken_as(asked: _Asked) -> tuple[_Taken, RawTrace]:
     with ForkWorker[RawTrace]() as worker:
         worker.start(lambda: asked.runner(mode).check(CHECKED))
         blocks = asked.blocks
-        whole = cache(lambda: worker.result(check_said(asked.name, len(blocks))))
+        whole = cache(lambda: worker.result(waiting_said(asked.name, f"its {len(blocks)} blocks are checked")))
         short = shortened(asked.model, blocks)
         taken = _short_taken(asked, mode, short, whole)
         if taken is None and short is not None:
@@ -247,24 +248,41 @@ class _Taken:
         short: Short | None,
         whole: Callable[[], RawTrace],
     ) -> _Taken:
-        """Traces the model; at full depth `whole` is one of the captures."""
+        """Traces the model; at full depth `whole` is one of the captures. What is recomputed selectively is traced
+        beside the others.
+        """
         run = asked.watched_runner(mode, short)
-        raw = {batch: run.plain(batch) for batch in BATCHES}
-        if short is None:
-            raw[CHECKED] = whole()
-        return _Taken._read(asked, run, short, BATCHES, raw)
+        with ForkWorker[dict[int, RawTrace] | str]() as worker:
+            began = monotonic()
+            raw = {BATCHES[0]: run.plain(BATCHES[0])}
+            if short is not None:
+                depth_said(asked.name, monotonic() - began, len(run.blocks), len(asked.blocks))
+            raw |= {batch: run.plain(batch) for batch in BATCHES[1:]}
+            if run.blocks:
+                worker.start(partial(run.selectively, BATCHES))
+            if short is None:
+                raw[CHECKED] = whole()
+            selectively = partial(worker.result, waiting_said(asked.name, "blocks are traced selectively recomputed"))
+            return _Taken._read(asked, run, short, BATCHES, raw, selectively)
 
     @staticmethod
     def at_one_batch(asked: _Asked, mode: FakeTensorMode, uneven: UnevenGrowth) -> _Taken:
         """The captures at the one batch size that is asked for; see [Note: Batches] in runs.py."""
         run = asked.runner(mode)
-        taken = _Taken._read(asked, run, None, (asked.batch,), {asked.batch: run.plain(asked.batch)})
+        batches = (asked.batch,)
+        raw = {asked.batch: run.plain(asked.batch)}
+        taken = _Taken._read(asked, run, None, batches, raw, partial(run.selectively, batches))
         taken.notes.insert(0, f"the plan holds for batch {asked.batch} only: {uneven}")
         return taken
 
     @staticmethod
     def _read(
-        asked: _Asked, run: Runner, short: Short | None, batches: tuple[int, ...], raw: dict[int, RawTrace]
+        asked: _Asked,
+        run: Runner,
+        short: Short | None,
+        batches: tuple[int, ...],
+        raw: dict[int, RawTrace],
+        selectively: Callable[[], dict[int, RawTrace] | str],
     ) -> _Taken:
         operators, blocks = run.operators, list(run.blocks)
         if "" not in operators and _uncalled(run.model, next(iter(raw.values())).marks):
@@ -276,7 +294,7 @@ class _Taken:
             turn, end = plain.backward_mark, len(plain.marks)
             blocks, cuts = [], [Cut(None, (0, turn), (turn, end))]
         elif blocks:
-            again = try_recompute(run, batches, cuts)
+            again = try_recompute(run, batches, cuts, selectively)
             if asked.on_host:
                 try_on_host(run, batches, cuts, again, lambda: _check_on_host(run, batches[0], plain, cuts, again))
         notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units)]

@@ -177,6 +177,16 @@ def torch_says_nothing() -> Iterator[None]:
 
 
 @contextmanager
+def compiling_nothing() -> Iterator[None]:
+    """Runs what the model's own code has compiled as it is written: a compiler takes fake tensors for constants."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # then nothing is compiled, and importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
 def sequences_not_packed(kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Lets a Hugging Face model compute as it does with data, if `kwargs` has no position ids; see [Note: Packed]."""
     masking: Any = sys.modules.get("transformers.masking_utils")

@@ -5,6 +5,10 @@ The batch of an example is the commonest first size among its tensors. At anothe
 first size is scaled: with the example's own samples in turn where it is real and small, else without values. Some
 models take the parts of all samples in one row (patches of images): where nothing else runs, tensors whose first size
 is a multiple of the batch are scaled too.
+
+Detectors take a list with an entry for each sample: a tensor, or a dict of tensors. Lists are taken so where the first
+sizes of their tensors differ, or are not the batch that the tensors outside lists have while the lists' length is.
+Then as many entries are given as samples are asked for.
 """
 
 from __future__ import annotations
@@ -71,8 +75,45 @@ def _positional(model: nn.Module) -> float:
     return sum(k in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for k in kinds)
 
 
-def example_batch(example: Any) -> int:
+def _lists_in(tree: Any) -> Iterator[list[Any]]:
+    """The outermost lists that have tensors."""
+    if isinstance(tree, list) and any(True for _ in tensors_in(tree)):
+        yield tree
+    elif isinstance(tree, (list, tuple, Mapping)):
+        for each in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _lists_in(each)
+
+
+def _outside_lists(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Mapping):
+        tree = tuple(tree.values())
+    if isinstance(tree, tuple):
+        for each in tree:
+            yield from _outside_lists(each)
+    elif not isinstance(tree, list):
+        yield from tensors_in(tree)
+
+
+def _entries(call: tuple[tuple[Any, ...], dict[str, Any]]) -> int | None:
+    """The number of samples where lists have an entry for each, else None; see [Note: Samples]."""
+    lists = list(_lists_in(call))
+    lengths = {len(each) for each in lists}
+    if len(lengths) != 1:
+        return None
+    (length,) = lengths
+    firsts = [[t.shape[0] for t in tensors_in(each) if t.dim()] for each in lists]
+    outside = Counter(t.shape[0] for t in _outside_lists(call) if t.dim()).most_common(1)
+    if outside:
+        batch = outside[0][0]
+        return length if batch == length and any(size != batch for sizes in firsts for size in sizes) else None
+    return length if length > 1 and any(len(set(sizes)) > 1 for sizes in firsts) else None
+
+
+def example_batch(example: Any, model: nn.Module | None = None) -> int:
     """The number of samples in an example; see [Note: Samples]."""
+    entries = _entries(as_call(example, model))
+    if entries is not None:
+        return entries
     sizes = [tensor.shape[0] for tensor in tensors_in(as_call(example)) if tensor.dim() > 0]
     if not sizes:
         raise CaptureError("example_inputs hold no tensor with a batch dimension; pass a tuple or dict of tensors")
@@ -88,7 +129,7 @@ def has_rows(example: Any) -> bool:
 def scaled_inputs(example: Any, *, model: nn.Module | None = None, rows: bool = False) -> Inputs:
     """Inputs at any batch size from an example; with `rows` multiples of its batch grow too; see [Note: Samples]."""
     args, kwargs = as_call(example, model)
-    samples = example_batch(example)
+    samples, entries = example_batch(example, model), _entries((args, kwargs))
 
     def at(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def scale(tensor: Tensor) -> Tensor:
@@ -100,9 +141,22 @@ def scaled_inputs(example: Any, *, model: nn.Module | None = None, rows: bool = 
                 return torch.empty(shape, dtype=tensor.dtype, device="meta")
             return tensor.detach()[torch.arange(shape[0], device=tensor.device) % tensor.shape[0]]
 
-        return map_tensors(scale, (args, kwargs))
+        return _scaled((args, kwargs), scale, None if entries is None else batch)
 
     return at
+
+
+def _scaled(tree: Any, scale: Callable[[Tensor], Tensor], entries: int | None) -> Any:
+    """The same tree with every tensor scaled, or, with `entries`, with lists of so many entries."""
+    if entries is None:
+        return map_tensors(scale, tree)
+    if isinstance(tree, list) and any(True for _ in tensors_in(tree)):
+        return [tree[place % len(tree)] for place in range(entries)]
+    if isinstance(tree, dict):
+        return {key: _scaled(value, scale, entries) for key, value in tree.items()}
+    if type(tree) is tuple:
+        return tuple(_scaled(each, scale, entries) for each in tree)
+    return map_tensors(scale, tree)
 
 
 def output_loss(output: Any) -> Tensor:

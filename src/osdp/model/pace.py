@@ -3,8 +3,8 @@
 [Note: Pace]
 A scan that Python unrolls has kernels for every step: thousands of steps make traces of minutes. Once a capture has
 taken a few seconds, one forward at two short lengths tells how the number of kernels grows with the length, and so how
-many all traces have: two plain ones of three forwards each (backward has twice a forward's), and four with blocks
-recomputed, wholly or selectively, of four at most.
+many all traces of this process have: two plain ones of three forwards each (backward has twice a forward's), and one
+with blocks recomputed, of four at most. One more runs beside it where there is a second core, else after it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
+from osdp.model.fork_worker import may_fork
 from osdp.model.values import place_of
 
 _log = logging.getLogger("osdp")
 KERNELS = 1024  # between two looks at the clock
 _PATIENCE_SECONDS = 4.0
 _BETWEEN_SECONDS = 10.0
-_FORWARDS = 2 * 3 + 4 * 4
+
+
+def forwards_traced() -> int:
+    return 2 * 3 + (1 if may_fork() else 2) * 4
 
 
 @dataclass
@@ -45,7 +49,7 @@ class Pace:
         first, self._said = self._said is None, now
         if first:
             short, forward = self.forward_kernels() or (0, 0)
-            self._expected, self._grows = _FORWARDS * forward or None, forward > 2 * short
+            self._expected, self._grows = forwards_traced() * forward or None, forward > 2 * short
         if self._expected is None:
             return
         left = (now - self.began) * max(0, self._expected - self._done) / self._done
@@ -62,18 +66,25 @@ class Pace:
             _log.warning("osdp: capturing %s: %.0f %% done, about %s more", self.name, 100 * share, _duration(left))
 
 
-def check_said(name: str, blocks: int) -> Callable[[float], None]:
-    """Says now and then that the check at full depth still runs; for `ForkWorker.result`."""
+def depth_said(name: str, seconds: float, traced: int, blocks: int) -> None:
+    """Says how long the check at full depth takes if that is long; `seconds` were those of a trace of fewer blocks."""
+    whole = seconds * blocks / max(1, traced)
+    if whole > _BETWEEN_SECONDS:
+        _log.warning(
+            "osdp: capturing %s: %d of its %d blocks are traced, and all are checked once, which takes about %s",
+            *(name, traced, blocks, _duration(whole)),
+        )
+
+
+def waiting_said(name: str, what: str) -> Callable[[float], None]:
+    """Says now and then what is waited for; for `ForkWorker.result`."""
     said = 0.0
 
     def say(seconds: float) -> None:
         nonlocal said
         if seconds > said + _BETWEEN_SECONDS:
             said = seconds
-            _log.warning(
-                "osdp: capturing %s: it is checked at its full depth of %d blocks, for %s so far",
-                *(name, blocks, _duration(seconds)),
-            )
+            _log.warning("osdp: capturing %s: %s, for %s so far", name, what, _duration(seconds))
 
     return say
 

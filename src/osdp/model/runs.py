@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +25,7 @@ from osdp.model.compiled_blocks import CompiledBlocks
 from osdp.model.device_kernels import kernels_of
 from osdp.model.fake import (
     DTYPES,
+    compiling_nothing,
     fake_copy,
     same_draws,
     sequences_not_packed,
@@ -37,7 +39,8 @@ from osdp.model.pace import Pace
 from osdp.model.shorten import Short
 from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
-from osdp.model.trace import RawTrace, Recorder, run_trace
+from osdp.model.trace import RawTrace, Recorder, SeesKernels, run_trace
+from osdp.model.two_batches import KernelPairs, Kernels
 from osdp.model.values import NOT_DROPPED, Values, fake_of
 from osdp.recompute import Recompute
 
@@ -61,6 +64,7 @@ class Runner:
     device: Device | None
     not_units: frozenset[str] = frozenset()  # see [Note: Used outside] in parameter_uses.py
     pace: Pace | None = None
+    kernels: dict[int, Kernels] = field(default_factory=dict)  # of plain runs, by batch
 
     @staticmethod
     def of(
@@ -104,13 +108,32 @@ class Runner:
         return {name: module for name, module in found.items() if name not in self.not_units}
 
     def plain(self, batch: int) -> RawTrace:
-        return self._run(batch, {}, book_saved=True)
+        self.kernels[batch] = Kernels()
+        return self._run(batch, {}, book_saved=True, kernels=self.kernels[batch])
 
     def check(self, batch: int) -> RawTrace:
         return self._run(batch, {}, book_saved=False)
 
     def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
         return self._run(batch, how, book_saved=False)
+
+    def recomputed_at(self, batches: Sequence[int], how: Mapping[str, Recompute]) -> dict[int, RawTrace]:
+        """At two batch sizes of plain runs, from one trace where that is possible; see [Note: Two batches]."""
+        if len(batches) != 2 or not self.kernels.keys() >= set(batches):
+            return {batch: self.recomputed(batch, how) for batch in batches}
+        one, other = batches
+        pairs = KernelPairs(self.kernels[one], self.kernels[other])
+        trace = self._run(one, how, book_saved=False, kernels=pairs)
+        first, second = pairs.divided(trace)
+        return {one: first, other: second if pairs.is_complete else self.recomputed(other, how)}
+
+    def selectively(self, batches: Sequence[int]) -> dict[int, RawTrace] | str:
+        """With every block recomputed selectively; why not, where that does not run."""
+        how = dict.fromkeys(self.blocks, Recompute.SELECTIVE)
+        try:
+            return self.recomputed_at(batches, how)
+        except Exception as error:
+            return _reason(error)
 
     def compiled(self, compiled: CompiledBlocks, batch: int, blocks: Sequence[str], how: Recompute) -> RawTrace:
         """The same step with its blocks compiled; see [Note: Compiled traces] in compiled_blocks.py."""
@@ -120,12 +143,19 @@ class Runner:
             return self._run(batch, around, book_saved=False, compiled=True)
 
     def _run(
-        self, batch: int, recompute: Mapping[str, Recompute], *, book_saved: bool, compiled: bool = False
+        self,
+        batch: int,
+        recompute: Mapping[str, Recompute],
+        *,
+        book_saved: bool,
+        compiled: bool = False,
+        kernels: SeesKernels | None = None,
     ) -> RawTrace:
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
-            with sequences_not_packed(kwargs), kernels_of(self.device, self.model, compiled=compiled):
+            eager = nullcontext() if compiled else compiling_nothing()
+            with eager, sequences_not_packed(kwargs), kernels_of(self.device, self.model, compiled=compiled):
                 trace = run_trace(
                     self.model,
                     args,
@@ -137,6 +167,7 @@ class Runner:
                     cast=units_of(self.model, self.blocks, self.not_units),
                     input_dtype=self.dtype,
                     pace=self.pace,
+                    kernels=kernels,
                 )
         trace.assumptions = [*([f"{NOT_DROPPED} (layerdrop)"] if self.layers_dropped else []), *values.assumptions]
         return trace
@@ -184,21 +215,32 @@ class Recomputed:
         return build_trace(self.trace, cut), selective, self.on_host.get(cut.block or "")
 
 
-def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
-    """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option."""
+def try_recompute(
+    run: Runner, batches: Sequence[int], cuts: Sequence[Cut], selectively: Callable[[], dict[int, RawTrace] | str]
+) -> Recomputed:
+    """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option.
+
+    `selectively` gives the traces with all blocks recomputed selectively, or says why there are none.
+    """
     found = _try_full(run, batches, cuts)
     if found.trace is None:
         return found
     blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
     try:
-        found.selective = _recomputed(run, batches, dict.fromkeys(blocks, Recompute.SELECTIVE), cuts)
+        if set(blocks) == set(run.blocks):
+            raw = selectively()
+            if isinstance(raw, str):
+                raise CaptureError(raw)
+            trace = fit_growth(raw)
+            found.selective = trace, _cuts_as(run, trace, cuts)
+        else:
+            found.selective = _recomputed(run, batches, dict.fromkeys(blocks, Recompute.SELECTIVE), cuts)
         outside = (found.traces(index)[:2] for index, cut in enumerate(cuts) if cut.block is None)
         if any(full and other and shape_of(full, "") != shape_of(other, "") for full, other in outside):
             found.selective = None
             raise CaptureError("it changes what is held outside blocks")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        found.notes.append(f"blocks are recomputed as a whole or not at all: selectively, one fails ({reason})")
+        found.notes.append(f"blocks are recomputed as a whole or not at all: selectively, one fails ({_reason(error)})")
     return found
 
 
@@ -210,9 +252,8 @@ def try_on_host(
         _put_on_host(run, batches, cuts, again)
         check()
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         again.on_host = {}
-        again.notes.append(f"no block's input can be on the host: {reason}")
+        again.notes.append(f"no block's input can be on the host: {_reason(error)}")
 
 
 def _put_on_host(run: Runner, batches: Sequence[int], cuts: Sequence[Cut], again: Recomputed) -> None:
@@ -268,8 +309,11 @@ def _try_full(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recom
 
 
 def _cannot(kind: str, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-    return f"{kind} blocks are not recomputed: a second forward of one does not repeat the first ({reason})"
+    return f"{kind} blocks are not recomputed: a second forward of one does not repeat the first ({_reason(error)})"
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def _recomputed(
@@ -278,7 +322,7 @@ def _recomputed(
     how: Mapping[str, Recompute],
     cuts: Sequence[Cut],
 ) -> tuple[GrowingTrace, list[Cut]]:
-    trace = fit_growth({batch: run.recomputed(batch, how) for batch in batches})
+    trace = fit_growth(run.recomputed_at(batches, how))
     return trace, _cuts_as(run, trace, cuts)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +49,19 @@ class RawTrace:
     used_outside: dict[str, str] = field(default_factory=dict)  # see [Note: Used outside] in parameter_uses.py
 
 
+class SeesKernels(Protocol):
+    """Sees every kernel, and may carry something in its counts; see [Note: Two batches] in two_batches.py."""
+
+    def seen(self, func: Any, tensors: Iterable[Tensor], counts: tuple[int, ...]) -> tuple[int, ...]: ...
+
+
 class Recorder(TorchDispatchMode):
     """Counts FLOPs, bytes moved and bytes alive, kernel by kernel. Storages in `outside` do not count."""
 
-    def __init__(self, outside: set[int], pace: Pace | None = None) -> None:
+    def __init__(self, outside: set[int], pace: Pace | None = None, kernels: SeesKernels | None = None) -> None:
         super().__init__()
         self.trace = RawTrace()
+        self._kernels = kernels
         self._pace = pace
         self.live = 0
         self.outside = outside
@@ -155,9 +162,7 @@ class Recorder(TorchDispatchMode):
             self.uses.seen(func, args)
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        fresh = False
-        for tensor in outputs:
-            fresh |= self._hold(tensor)
+        fresh = [tensor for tensor in outputs if self._hold(tensor)]
         if not self._is_listing or (not fresh and not func._schema.is_mutable):
             return out  # a view moves nothing
         count = flop_registry.get(func._overloadpacket)
@@ -166,8 +171,24 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket is torch.ops.aten.embedding:
             inputs = [*inputs[1:], *outputs]  # reads the rows that it puts out, not the whole table
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)), *self._workspace(func, args))
+        counts = (int(flops), moved, *self._workspace(func, args))
+        if self._kernels is not None:
+            counts = self._seen(func, (*inputs, *outputs), counts, fresh)
+        self._point(counts[0], counts[1], kernel_kind(func, args, kwargs, int(flops)), *counts[2:])
         return out
+
+    def _seen(
+        self, func: Any, tensors: Sequence[Tensor], counts: tuple[int, ...], fresh: Sequence[Tensor]
+    ) -> tuple[int, ...]:
+        """The kernel's counts with what they carry, and the bytes of what it allocated with theirs."""
+        assert self._kernels is not None
+        keys = [tensor.untyped_storage()._cdata for tensor in fresh]
+        sizes = [self._alive[key][1] for key in keys]
+        found = self._kernels.seen(func, tensors, (*counts, *sizes))
+        for key, before, size in zip(keys, sizes, found[len(counts) :], strict=True):
+            self._alive[key] = (self._alive[key][0], size)
+            self.live += size - before
+        return found[: len(counts)]
 
     def _workspace(self, func: Any, args: Sequence[Any]) -> tuple[int, int]:
         """The working space, and the depth of a product that may need more than that."""
@@ -358,6 +379,7 @@ def run_trace(
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
     pace: Pace | None = None,
+    kernels: SeesKernels | None = None,
 ) -> RawTrace:
     """One forward and backward of a model on fake tensors; `recompute` says which modules are checkpointed, and how.
 
@@ -369,16 +391,16 @@ def run_trace(
         *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
     ]
     names = {name for name, _ in model.named_parameters()}
-    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace)
+    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace, kernels)
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
     for module in cast:
         casting = functools.partial(_cast_inputs, input_dtype)
         hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
-    originals = []
+    originals: list[tuple[nn.Module, dict[str, Any]]] = []  # a compiled block's forward is its own attribute
     for name, how in (recompute or {}).items():
         module = model.get_submodule(name)
-        originals.append(module)
+        originals.append((module, {key: each for key, each in vars(module).items() if key == "forward"}))
         host = _TracedHost(recorder, name)
         module.forward = checkpointed(module.forward, how, host=host, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
@@ -398,8 +420,9 @@ def run_trace(
             del scalar
     finally:
         hooks.remove()
-        for module in originals:
+        for module, own in originals:
             del module.forward
+            vars(module).update(own)
     recorder.trace.end_live = recorder.live
     called = {mark.name for mark in recorder.trace.marks if mark.kind == "enter"}
     if made := {name for name, _ in model.named_parameters()} - names:

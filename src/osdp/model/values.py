@@ -130,6 +130,8 @@ class Values(TorchDispatchMode):
             _aten._ctc_loss: self._aligned,
             _aten._ctc_loss_backward: self._aligned_backward,
             _aten._grouped_mm: self._grouped,
+            _aten._pack_padded_sequence: self._packed,
+            _aten.mkldnn_rnn_layer_backward: self._one_bias,
         }
 
     @classmethod
@@ -140,7 +142,7 @@ class Values(TorchDispatchMode):
         kwargs = kwargs or {}
         special = self._special.get(func._overloadpacket) if hasattr(func, "_overloadpacket") else None
         values = _values(args, kwargs)
-        if special is not None and (values is None or special == self._drawn):
+        if special is not None and (values is None or special in (self._drawn, self._packed)):
             return special(func, args, kwargs)
         if values is None:
             return self._unknown(func, args, kwargs)
@@ -318,6 +320,19 @@ class Values(TorchDispatchMode):
         elif first.dim() == second.dim() == 3:
             shape.insert(0, first.shape[0])
         return torch.empty(shape, dtype=first.dtype)
+
+    def _packed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise ValueNeeded(
+            f"{place_of(sys._getframe(0))} packs sequences, whose steps are of other numbers of samples in every batch:"
+            " give the recurrent module the padded tensor, and leave the padding out of the loss with a mask"
+        )
+
+    def _one_bias(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Both biases of a recurrent layer have one gradient: torch's cache of fake results makes two tensors of it."""
+        first, second = 3, 4
+        out = list(func(*args, **kwargs))
+        out[second] = out[first]
+        return tuple(out)
 
     def _aligned_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty_like(args[1])

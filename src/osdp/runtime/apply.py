@@ -49,7 +49,7 @@ from osdp.runtime.meshes import Meshes, meshes_of
 from osdp.runtime.misuse import BatchWatch, refuse_steps_of, refuse_wrapped
 from osdp.runtime.place import Place
 from osdp.runtime.recompute import recompute
-from osdp.runtime.recovery import Recovery
+from osdp.runtime.recovery import Recovery, shards_of
 from osdp.runtime.same_inputs import one_tensor_stays_one
 from osdp.runtime.scalars import give_scalars_a_dimension
 from osdp.runtime.split import split_operators
@@ -163,7 +163,7 @@ def parallelize(
     if mesh is not None:
         remember_ranks(on_meshes, len(ranks))
     agree_on_overflow(on_meshes)
-    clip_over_meshes(on_meshes, norm=torch_norm, scale=scale_to)
+    clip_over_meshes(on_meshes, norm=torch_norm, scale=scale_to, shards_of=shards_of)
     once = [piece for piece in pieces if piece.unit.gather_once]
     reduce_in_pipeline(_sharded(model), [_sharded(piece.modules[0]) for piece in once])
     recovery = Recovery(_sharded(model), _groups(pieces), reductions, unused, ranks, _groups(once), place)

@@ -25,7 +25,7 @@ from osdp.cost.schedule import CollectiveRecord
 from osdp.engine import ASYNC_GLOO
 from osdp.experts import divide_experts
 from osdp.model.device_kernels import kernels_of
-from osdp.model.fake import fake_copy, same_draws, sequences_not_packed, settled
+from osdp.model.fake import compiling_nothing, fake_copy, same_draws, sequences_not_packed, settled
 from osdp.model.inputs import map_tensors, tensors_in
 from osdp.model.kernels import SCALAR_BYTES
 from osdp.model.trace import Hooks, RawTrace
@@ -91,7 +91,7 @@ def dry_run(
         given = inputs(plan.batch_size)
         with same_draws(), mode, Values(plan.batch_size):
             step = _Step(model, given, plan, loss, watched, optimizer)
-            with sequences_not_packed(step.kwargs), kernels_of(plan.cluster.device, model):
+            with compiling_nothing(), sequences_not_packed(step.kwargs), kernels_of(plan.cluster.device, model):
                 return step.second()
 
 
