@@ -35,6 +35,7 @@ class _Draw:
         self._inputs = np.random.default_rng([seed, 4])
         self._depths = np.random.default_rng([seed, 1])  # of its own: seeds that tests name stay what they were
         self._firsts = np.random.default_rng([seed, 2])
+        self._parts = np.random.default_rng([seed, 5])
 
     def nbytes(self, most: int = 40) -> int:
         return int(self.random.integers(0, most + 1)) * MIB + int(self.random.integers(0, 2)) * 12345
@@ -62,6 +63,10 @@ class _Draw:
     def first(self) -> str:
         """When a unit is gathered: by every micro-batch, by the first alone, or more by the first."""
         return ("every", "every", "once", "more")[int(self._firsts.integers(0, 4))]
+
+    def in_part(self) -> bool:
+        """Whether something is in a part of the space that is searched first."""
+        return bool(self._parts.random() < 0.5)
 
     def depth(self) -> int:
         return 2 if self._depths.random() < 0.4 else 1
@@ -133,6 +138,7 @@ def _option(draw: _Draw, key: object, forward: int, backward: int, micro: int, f
         reducing=_amount(draw, split, 60),
         host=Amount(draw.host()),
         far=far,
+        is_plain=draw.in_part(),
         **_times(draw, split, micro),
     )
 
@@ -194,6 +200,7 @@ def _variant(draw: _Draw, key: object, units: int, options: int, micro: int) -> 
         forward_pass=_forward(draw, units, early, depth),
         backward_pass=_backward(draw, units, early, depth),
         host=draw.input(),
+        is_whole=draw.in_part(),
     )
 
 

@@ -2,7 +2,8 @@
 
 Also where rows enter the program only once they are exceeded, where HiGHS's branch and bound gives up at once and
 ours does all, and where stages are gone through one by one, with few labels at a time and coarse grids too. When time
-is up it still gives a choice that fits, and a bound that no choice beats.
+is up it still gives a choice that fits, no slower than the best of the small parts of its space that come first, and a
+bound that no choice beats.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from osdp.search.chain import ChainSearch, is_chain
 from osdp.search.effort import SLOWEST, now
 from osdp.search.evaluate import evaluate
 from osdp.search.highs import Answer, Program
+from osdp.search.narrow import narrowed, parts_of
 from osdp.search.problem import Problem
-from osdp.search.solve import relaxed_bound, solve_exactly
+from osdp.search.solve import Outcome, relaxed_bound, solve_exactly
 
 
 def size(problem: Problem) -> float:
@@ -212,6 +214,38 @@ def test_without_time_there_is_a_choice_and_an_honest_bound(many: int, monkeypat
         assert found.bound <= expected[1] * (1 + 1e-9) <= found.seconds_per_sample * (1 + 2e-9)
         fitting += 1
     assert fitting > 15
+
+
+class NoTime(solve.Search):
+    """A search that time ends at once, unless its problem is a part of another one."""
+
+    whole: Problem
+
+    def run(self, **limits: float | None) -> Outcome:
+        return Outcome(None, None, 0.0, 0, "limit") if self.problem is self.whole else super().run(**limits)
+
+
+def test_without_time_nothing_in_the_parts_that_come_first_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "Search", NoTime)
+    monkeypatch.setattr(batches, "GAIN", 0.0)
+    faster, smaller = 0, set()
+    for seed in range(9000, 9040):
+        problem = random_problem(seed)
+        if size(problem) > 1000:
+            continue
+        monkeypatch.setattr(NoTime, "whole", problem, raising=False)
+        found = search_batches([Candidate(seed, lambda *_, p=problem: p, 1, 1, 1)], seconds=60.0)
+        for part in parts_of(problem):
+            expected = brute_force(narrowed(problem, part))
+            if expected is not None:
+                assert found is not None
+                assert found.verdict.peak <= problem.limit
+                assert found.seconds_per_sample <= expected[1] * (1 + 1e-9)
+                smaller.add(part)
+        whole = brute_force(problem)
+        faster += whole is not None and (found is None or found.seconds_per_sample > whole[1] * (1 + 1e-6))
+    assert faster  # else the parts would say nothing
+    assert len(smaller) == 2
 
 
 def test_random_problems_are_neither_all_hopeless_nor_all_idle() -> None:

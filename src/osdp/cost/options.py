@@ -21,12 +21,13 @@ from osdp.cost.units import SLICES, Option, Unit
 from osdp.model.graph import IntArray
 from osdp.recompute import Recompute
 from osdp.search.problem import BYTES, SECONDS, Amount, CrossStageUnit, Seconds, UnitOption
-from osdp.sharding import Scope
+from osdp.sharding import FREE, REPLICATE, Scope
 
 if TYPE_CHECKING:
     from osdp.cost.tables import Tables
 
 _LAST_SLOT = 1 << 30
+PLAIN_MODES = (REPLICATE, FREE)  # see [Note: Narrower] in osdp.search.narrow
 Growths = tuple[IntArray, IntArray]
 
 
@@ -162,6 +163,7 @@ def _sum_of(options: Sequence[UnitOption]) -> UnitOption:
         key=tuple(keys),
         forward=_at_slices(options, "forward"),
         backward=_at_slices(options, "backward"),
+        is_plain=all(option.is_plain for option in options),
         parts=tuple((option, option.slices) for option in options),
         **sums,
     )
@@ -215,6 +217,7 @@ def _option(tables: Tables, layout: Layout, unit: Unit, places: Places, slots: S
         reducing=amount(lambda m: m.reducing),
         host=amount(lambda m: m.host),
         far=one.far,
+        is_plain=option == Option(option.mode, reduce_once=option.reduce_once) and option.mode in PLAIN_MODES,
         **lines,
     )
 

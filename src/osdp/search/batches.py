@@ -23,13 +23,16 @@ from dataclasses import dataclass, replace
 from osdp.search.effort import now
 from osdp.search.evaluate import Verdict, evaluate
 from osdp.search.highs import INFINITY
+from osdp.search.narrow import Part, narrowed, parts_of, widened
 from osdp.search.problem import Problem, StageChoice
-from osdp.search.solve import Outcome, Search, is_long, may_fit, relaxed_bound, solve_exactly
+from osdp.search.solve import Outcome, Search, may_fit, relaxed_bound
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
+Shown = Callable[[int, int, int, float], None]  # batch, batch sizes solved and to come, seconds per sample of the best
 BOUNDING_SECONDS = 10.0
 LARGE, GAIN = 32, 1e-3  # see [Note: Nearly optimal]
 EXACT_SHARE = 0.25  # of the time goes to a proof without a gap
+PART_SHARE = 1 / 16  # of the time at most goes to each part of the space; see [Note: Narrower] in osdp.search.narrow
 FIRST_SHARE = 0.25  # of the time goes to the batch size of the best baseline, before others are looked at
 
 
@@ -72,30 +75,6 @@ def judged(candidate: Candidate, batch: int, choice: tuple[StageChoice, ...]) ->
     return _found(candidate, batch, choice, verdict) if verdict.peak <= problem.limit else None
 
 
-def _best_whole(
-    candidate: Candidate, batch: int, found: Found | None, *, cutoff: float | None, seconds: float
-) -> Found | None:
-    """The best with every block gathered whole, if it beats what was found: a small problem, mostly close to it."""
-    problem = candidate.make(batch, batch)
-    kinds = {id(stage.variants): stage.variants for stage in problem.stages}
-    numbers = {key: [n for n, variant in enumerate(variants) if variant.is_whole] for key, variants in kinds.items()}
-    if not all(numbers.values()):
-        return found
-    kept = {key: tuple(variants[n] for n in numbers[key]) for key, variants in kinds.items()}
-    stages = tuple(replace(stage, variants=kept[id(stage.variants)]) for stage in problem.stages)
-    outcome = solve_exactly(replace(problem, stages=stages, known={}), cutoff=cutoff, seconds=seconds)
-    if outcome.choice is None:
-        return found
-    choice = tuple(
-        replace(taken, variant=numbers[id(stage.variants)][taken.variant])
-        for stage, taken in zip(problem.stages, outcome.choice, strict=True)
-    )
-    better = judged(candidate, batch, choice)
-    if better is None or (found is not None and better.seconds_per_sample >= found.seconds_per_sample):
-        return found
-    return better
-
-
 def _improved(found: Found, search: Search, *, seconds: float, gap: float = 0.0) -> Found:
     """The best choice at the same batch size, as far as it is found in these seconds: bounds are compared with it."""
     outcome = search.run(cutoff=found.verdict.seconds, gap=gap, seconds=seconds)
@@ -111,32 +90,6 @@ def _solved(search: Search, cutoff: float | None, *, exactly: float, left: float
         return outcome
     again = search.run(cutoff=cutoff, gap=GAIN, seconds=left - max(exactly, 0.0))
     return again if outcome is None else replace(again, nodes=again.nodes + outcome.nodes)
-
-
-def _sizes(candidate: Candidate) -> list[int]:
-    """Batch sizes over all of a candidate's, each twice the one before, the largest first."""
-    sizes = [candidate.high]
-    while sizes[-1] > candidate.low:
-        sizes.append(max(candidate.low, sizes[-1] // 2))
-    return sizes
-
-
-def _first_look(
-    candidates: Sequence[Candidate], best: Found | None, *, looked_at: set[tuple[int, int]], seconds: float
-) -> Found | None:
-    """The best of quick tries with whole blocks at few batch sizes: what time runs out on is not left without a plan.
-
-    Which batch size is best is hardly known before any has been solved, and the first one that is may take all time.
-    """
-    deadline = now() + seconds
-    tries = [(c, batch) for c in candidates for batch in _sizes(c) if (id(c), batch) not in looked_at]
-    for number, (candidate, batch) in enumerate(tries):
-        left = deadline - now()
-        if left <= 0:
-            break
-        cutoff = None if best is None else best.seconds_per_sample * batch * candidate.accumulation
-        best = _best_whole(candidate, batch, best, cutoff=cutoff, seconds=left / (len(tries) - number))
-    return best
 
 
 def smaller_batch(found: Found, seconds_per_sample: float, *, seconds: float) -> Found:
@@ -192,94 +145,117 @@ Seed = tuple[Candidate, int, tuple[StageChoice, ...]]  # a choice at a batch siz
 
 
 def search_batches(
-    candidates: list[Candidate],
-    *,
-    seconds: float,
-    seeds: Sequence[Seed] = (),
-    progress: Callable[[int, int, int, float], None] | None = None,
+    candidates: list[Candidate], *, seconds: float, seeds: Sequence[Seed] = (), progress: Shown | None = None
 ) -> Found | None:
     """The fastest plan per sample over all candidates; None where nothing fits. See [Note: Interval].
 
-    No seed that fits is faster than what is found. When time is up, the first plan found at the smallest batch sizes
-    that are left does, if there is none yet.
+    No seed that fits is faster than what is found, and no plan of a part of the space that is found in the part's
+    share of the time. When time is up, the first plan found at the smallest batch sizes that are left does, if there
+    is none yet.
     """
     began, wall = now(), time.monotonic()
-    queue: list[tuple[float, int, int, int]] = []
-    best: Found | None = None
-    for seed in seeds:
-        found = judged(*seed)
-        if found is not None and (best is None or found.seconds_per_sample < best.seconds_per_sample):
-            best = found
-    searches: dict[tuple[int, int], Search] = {}  # of batch sizes that were begun
-
-    def search(candidate: Candidate, batch: int) -> Search:
-        key = id(candidate), batch
-        if key not in searches:
-            searches[key] = Search(candidate.make(batch, batch))
-        return searches[key]
-
-    looked_at: set[tuple[int, int]] = set()
+    known = [found for seed in seeds if (found := judged(*seed)) is not None]
+    best = min(known, key=lambda found: found.seconds_per_sample, default=None)
     if best is not None:
         best = _larger_batch(best)
-        looked_at.add((id(best.candidate), best.batch))
-        if not is_long(best.candidate.make(best.batch, best.batch)):  # else going stage by stage is as quick
-            first = best.candidate, best.batch, best
-            best = _best_whole(*first, cutoff=best.verdict.seconds, seconds=seconds * FIRST_SHARE / 2)
-    best = _first_look(candidates, best, looked_at=looked_at, seconds=seconds * FIRST_SHARE / 2)
-    unproven, nodes, solved = INFINITY, 0, 0
+    for part in parts_of(candidates[0].make(candidates[0].low, candidates[0].low)) if candidates else ():
+        best = _best_of(part, candidates, best, seconds=seconds * PART_SHARE)
+    search = _Intervals(candidates, best, progress)
+    search.run(seconds=seconds - (now() - began), exactly=seconds * EXACT_SHARE, first=seconds * FIRST_SHARE)
+    return None if search.best is None else replace(search.answer(search.best), seconds=time.monotonic() - wall)
 
-    def push(number: int, low: int, high: int) -> None:
-        candidate = candidates[number]
+
+def _best_of(part: Part, candidates: Sequence[Candidate], best: Found | None, *, seconds: float) -> Found | None:
+    """The best plan of a part of the space if that is faster than `best`; see [Note: Narrower]."""
+
+    def make(candidate: Candidate) -> MakeProblem:
+        return lambda low, high: narrowed(candidate.make(low, high), part)
+
+    search = _Intervals([replace(each, make=make(each)) for each in candidates], best, None)
+    search.run(seconds=seconds)
+    found = search.best
+    if found is None or found is best:
+        return best
+    candidate = candidates[search.candidates.index(found.candidate)]
+    problem = candidate.make(found.batch, found.batch)
+    return judged(candidate, found.batch, widened(problem, part, found.choice))
+
+
+class _Intervals:
+    """Branch and bound over intervals of batch sizes, from a plan to be beaten; see [Note: Interval]."""
+
+    def __init__(self, candidates: Sequence[Candidate], best: Found | None, progress: Shown | None) -> None:
+        self.candidates, self.best = list(candidates), best
+        self._progress = progress
+        self._queue: list[tuple[float, int, int, int]] = []
+        self._searches: dict[tuple[int, int], Search] = {}  # of batch sizes that were begun
+        self._unproven, self._nodes, self._solved = INFINITY, 0, 0
+
+    def run(self, *, seconds: float, exactly: float = 0.0, first: float = 0.0) -> None:
+        """Goes on for this time: of it `exactly` for a proof without a gap, `first` to improve what is known."""
+        began = now()
+        for number, candidate in enumerate(self.candidates):
+            self._push(number, candidate.low, candidate.high)
+        # which sizes may be best is known before most time goes to one of them
+        while self._queue and self._queue[0][2] < self._queue[0][3] and now() - began < seconds / 2:
+            self._split(*heapq.heappop(self._queue)[1:])
+        if self.best is not None and first > 0:
+            number = self.candidates.index(self.best.candidate)
+            self.best = _improved(self.best, self._search(number, self.best.batch), seconds=first, gap=GAIN)
+        while self._queue:
+            bound, number, low, high = heapq.heappop(self._queue)
+            best = INFINITY if self.best is None else self.best.seconds_per_sample
+            if bound >= best:
+                break
+            spent = now() - began
+            if bound >= best * (1 - GAIN) and (low >= LARGE or exactly <= spent):
+                self._unproven = min(self._unproven, bound)
+            elif spent < seconds and low < high:
+                self._split(number, low, high)
+            else:
+                if spent >= seconds:
+                    self._unproven = min(self._unproven, bound)
+                    if self.best is not None:
+                        break
+                self._solve(number, low, exactly=exactly - spent, left=max(seconds - spent, 1.0))
+
+    def _push(self, number: int, low: int, high: int) -> None:
+        candidate = self.candidates[number]
         bound = relaxed_bound(candidate.make(low, high)) / (high * candidate.accumulation)
         if bound < INFINITY:
-            heapq.heappush(queue, (bound, number, low, high))
+            heapq.heappush(self._queue, (bound, number, low, high))
 
-    def split(number: int, low: int, high: int) -> None:
-        push(number, low, (low + high) // 2)
-        push(number, (low + high) // 2 + 1, high)
+    def _split(self, number: int, low: int, high: int) -> None:
+        self._push(number, low, (low + high) // 2)
+        self._push(number, (low + high) // 2 + 1, high)
 
-    for number, candidate in enumerate(candidates):
-        push(number, candidate.low, candidate.high)
-    # which sizes may be best is known before most time goes to one of them
-    while queue and queue[0][2] < queue[0][3] and now() - began < seconds / 2:
-        split(*heapq.heappop(queue)[1:])
-    if best is not None:
-        best = _improved(best, search(best.candidate, best.batch), seconds=seconds * FIRST_SHARE, gap=GAIN)
-    while queue:
-        bound, number, low, high = heapq.heappop(queue)
-        candidate = candidates[number]
-        if best is not None and bound >= best.seconds_per_sample:
-            break
-        spent = now() - began
-        left, exactly = seconds - spent, seconds * EXACT_SHARE - spent
-        is_enough = best is not None and bound >= best.seconds_per_sample * (1 - GAIN)
-        if is_enough and (low >= LARGE or exactly <= 0):
-            unproven = min(unproven, bound)
-            continue
-        if left <= 0:
-            unproven = min(unproven, bound)
-            if best is not None:
-                break
-        elif low < high:
-            split(number, low, high)
-            continue
-        samples = low * candidate.accumulation
-        cutoff = None if best is None else best.seconds_per_sample * samples
-        outcome = _solved(search(candidate, low), cutoff, exactly=exactly, left=max(left, 1.0))
-        nodes, solved = nodes + outcome.nodes, solved + 1
+    def _search(self, number: int, batch: int) -> Search:
+        if (number, batch) not in self._searches:
+            self._searches[number, batch] = Search(self.candidates[number].make(batch, batch))
+        return self._searches[number, batch]
+
+    def _solve(self, number: int, batch: int, *, exactly: float, left: float) -> None:
+        """The best choice at one batch size, or what is known of it when time is up."""
+        candidate = self.candidates[number]
+        samples = batch * candidate.accumulation
+        cutoff = None if self.best is None else self.best.seconds_per_sample * samples
+        outcome = _solved(self._search(number, batch), cutoff, exactly=exactly, left=left)
+        self._nodes, self._solved = self._nodes + outcome.nodes, self._solved + 1
         if cutoff is None or outcome.bound < cutoff:
-            unproven = min(unproven, outcome.bound / samples)
+            self._unproven = min(self._unproven, outcome.bound / samples)
         if outcome.status != "limit":
-            del searches[id(candidate), low]  # it will not be asked again
+            del self._searches[number, batch]  # it will not be asked again
         if outcome.choice is not None and outcome.verdict is not None:
-            each = outcome.verdict.seconds / samples
-            if best is None or each < best.seconds_per_sample:
-                best = _found(candidate, low, outcome.choice, outcome.verdict)
-        if progress is not None:
-            progress(low, solved, len(queue), INFINITY if best is None else best.seconds_per_sample)
-    if best is None:
-        return None
-    bound = min(unproven, best.seconds_per_sample)
-    share = bound / best.seconds_per_sample
-    status = "optimal" if share >= 1 - 1e-9 else "nearly optimal" if share >= 1 - GAIN - 1e-9 else "time limit"
-    return replace(best, bound=bound, nodes=nodes, seconds=time.monotonic() - wall, solved=solved, status=status)
+            found = _found(candidate, batch, outcome.choice, outcome.verdict)
+            if self.best is None or found.seconds_per_sample < self.best.seconds_per_sample:
+                self.best = found
+        if self._progress is not None:
+            each = INFINITY if self.best is None else self.best.seconds_per_sample
+            self._progress(batch, self._solved, len(self._queue), each)
+
+    def answer(self, best: Found) -> Found:
+        """The best plan with its proof."""
+        bound = min(self._unproven, best.seconds_per_sample)
+        share = bound / best.seconds_per_sample
+        status = "optimal" if share >= 1 - 1e-9 else "nearly optimal" if share >= 1 - GAIN - 1e-9 else "time limit"
+        return replace(best, bound=bound, nodes=self._nodes, solved=self._solved, status=status)

@@ -29,7 +29,16 @@ from typing import Any
 
 import numpy as np
 
-from osdp.search.chain_tables import Fixed, StageItems, all_fixed, count_choices, depends, spanning_units
+from osdp.search.chain_labels import Labels, Outside
+from osdp.search.chain_tables import (
+    Fixed,
+    StageItems,
+    all_fixed,
+    count_choices,
+    depends,
+    passed_through,
+    spanning_units,
+)
 from osdp.search.dominance import undominated
 from osdp.search.effort import now
 from osdp.search.problem import FloatArray, IntArray, Problem, StageChoice
@@ -41,10 +50,13 @@ _CELLS = 1 << 15  # of the grid of bytes
 _PRICED = 3  # outermost stages that the grid leaves to the prices: there the streams wait for each other
 _WIDTHS = (24, 200, 3_000, 20_000, 100_000)  # labels of a stage that are kept
 _CANDIDATES = 16  # times as many are compared
+_TOGETHER = 3  # outermost stages whose choices are looked at together
+_MOST_TOGETHER = 100_000  # of their choices
 _NOTHING = -(1 << 60)  # bytes that nothing requires
 _MOST_FIXED = 64  # choices of units that act in several stages
 _MOST_CHOICES = 3_000  # of one stage
-_DECIMALS = 10  # of scaled seconds, when labels are compared
+_PAIRS = 1 << 20  # of choices and labels that are looked at together
+_MADE = 1 << 15  # of them of which labels are made together
 
 
 @dataclass(frozen=True)
@@ -106,46 +118,6 @@ class ChainSearch:
         return min(chain.bound for chain in self._chains)
 
 
-@dataclass
-class _Labels:
-    """One row of every array for each label; `parent` and `item` say how it was made."""
-
-    matrices: FloatArray  # [label, micro-batches, from, to]
-    serial: FloatArray
-    required: IntArray  # by what the stage before holds in this one: [label, left]
-    always: IntArray
-    behind: IntArray
-    stepping: IntArray
-    right: IntArray  # what the innermost stage's neighbour sees
-    parent: IntArray
-    item: IntArray
-
-    def __len__(self) -> int:
-        return len(self.serial)
-
-    def taken(self, rows: IntArray) -> _Labels:
-        return _Labels(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
-
-    @staticmethod
-    def joined(parts: list[_Labels]) -> _Labels:
-        names = _Labels.__dataclass_fields__
-        return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-    def numbers(self, rights: FloatArray) -> FloatArray:
-        """Everything in which a label can be better than another one, the most telling first."""
-        count = len(self)
-        held = self.always + self.behind
-        bytes_ = [self.required.min(axis=1), held, self.always, held + self.stepping]
-        waits = self.matrices.reshape(count, self.matrices.shape[1], -1)
-        parts = [waits[:, 0] + self.serial[:, None], *(waits[:, kind] for kind in range(1, waits.shape[1]))]
-        seconds = self.matrices[:, :, COMPUTE, COMPUTE].sum(axis=1) + self.serial
-        table = np.concatenate(
-            [seconds[:, None], np.stack(bytes_, axis=1), self.required, rights[self.right], *parts], axis=1
-        )
-        table = np.where(np.isfinite(table), np.round(table, _DECIMALS), table)
-        return table[:, (table != table[:1]).any(axis=0)]
-
-
 class _Chain:
     """The problem with the units fixed that act in several stages."""
 
@@ -165,6 +137,7 @@ class _Chain:
         self._known = known
         self._rows = [self._rows_of(number) for number in range(len(self._items))]
         self._prices = self._usual_prices()
+        self._whole = self._first_stages()
         self._priced = self._outer()
         self._inside = self._inner()
         self.bound = float((self._inside[0] - self._prices * self._room).max())
@@ -201,14 +174,21 @@ class _Chain:
         costs = items.serial[None] + self._prices[:, None] * items.held[None]
         return left + costs[:, :, None, None]
 
+    def _first_stages(self) -> list[Outside]:
+        """For each number of outer stages, the choices of these: of as many stages as there are few enough."""
+        found = [Outside.nothing()]
+        for items in self._items[:_TOGETHER]:
+            if len(found) > 1:
+                found[-1] = found[-1].undominated()
+            if len(found[-1].held) * len(items) > _MOST_TOGETHER:
+                break
+            found.append(found[-1].extended(items))
+        return found
+
     def _outer(self) -> list[FloatArray]:
         """For each number of outer stages, the least that they take for what is priced: [price, from, to]."""
-        priced = np.full((len(self._prices), CLOCKS, CLOCKS), NEVER)
-        for a in (COMPUTE, WIRE):
-            for b in (COMPUTE, WIRE):
-                priced[:, a, b] = 0.0
-        found = [priced]
-        for number in range(len(self._items)):
+        found = [each.priced(self._prices) for each in self._whole]
+        for number in range(len(found) - 1, len(self._items)):
             found.append(self._passed(number, found[-1]).min(axis=1))
         return found
 
@@ -239,18 +219,21 @@ class _Chain:
         return [0, *np.cumsum([int(each.held.min()) for each in self._items]).tolist()]
 
     @cached_property
-    def _cell(self) -> int:
-        return max(1, -(-self._room // _CELLS))
+    def _shift(self) -> int:
+        """A cell of the grid has two to the power of this many bytes."""
+        return (max(self._room, 0) // _CELLS).bit_length()
 
     @cached_property
     def _grid(self) -> list[FloatArray | None]:
         """For each number of outer stages, the least that they take by what the inner ones require, in cells."""
-        first = min(_PRICED, len(self._items))
-        cells = np.arange(max(self._room, 0) // self._cell + 1)
+        first = min(max(_PRICED, len(self._whole) - 1), len(self._items))
+        cells = np.arange((max(self._room, 0) >> self._shift) + 1)
         priced = self._priced[first][:, COMPUTE, COMPUTE]
-        left = self._room - cells * self._cell
+        left = self._room - (cells << self._shift)
         table = (priced[:, None] - self._prices[:, None] * left[None]).max(axis=0)
         table = np.where(left < self._least_held[first], INFINITY, table)
+        if first < len(self._whole):
+            table = np.maximum(table, self._whole[first].within(left))
         found: list[FloatArray | None] = [None] * first + [table]
         chosen: dict[object, IntArray] = {}
         for number in range(first, len(self._items)):
@@ -269,7 +252,7 @@ class _Chain:
         padded = np.append(table, INFINITY)
         found = np.full(size, INFINITY)
         for choice in chosen.tolist():
-            held, least = int(items.held[choice]) // self._cell, max(int(own[choice]) // self._cell, 0)
+            held, least = int(items.held[choice]) >> self._shift, max(int(own[choice]) >> self._shift, 0)
             if least >= size:
                 continue
             at = np.minimum(np.maximum(cells + held, least), size)
@@ -304,7 +287,7 @@ class _Chain:
         return self._finished(labels, history, to_beat, left_out)
 
     def _finished(
-        self, labels: _Labels, history: list[tuple[IntArray, IntArray]], to_beat: float, left_out: float
+        self, labels: Labels, history: list[tuple[IntArray, IntArray]], to_beat: float, left_out: float
     ) -> tuple[tuple[StageChoice, ...], float] | None:
         seconds = self._bounds(labels, 0)
         at = int(np.argmin(seconds))
@@ -318,82 +301,96 @@ class _Chain:
             at = int(parents[at])
         return tuple(choice), reached
 
-    def _begin(self) -> _Labels:
+    def _begin(self) -> Labels:
         """Nothing is inside: clocks stay what they are."""
         kinds = len(self._problem.micro_batches)
         matrix = np.where(np.eye(CLOCKS) > 0, 0.0, NEVER)
         none = np.zeros(1, np.int64)
         required = np.full((1, len(self._items[-1].lefts)), _NOTHING, np.int64)
-        return _Labels(np.tile(matrix, (1, kinds, 1, 1)), np.zeros(1), required, *([none] * 6))
+        return Labels(np.tile(matrix[None, :, :, None], (kinds, 1, 1, 1)), np.zeros(1), required, *([none] * 6))
 
-    def _bounds(self, labels: _Labels, outer: int) -> FloatArray:
+    def _bounds(self, labels: Labels, outer: int) -> FloatArray:
         """What each label takes at least, with the best of the outer stages."""
-        together = labels.matrices.sum(axis=1)
-        required = labels.required.min(axis=1)
-        priced = np.full(len(labels), NEVER)
-        for price, outside in zip(self._prices, self._priced[outer], strict=True):
-            seconds = (together + outside[None]).reshape(len(labels), -1).max(axis=1)
-            np.maximum(priced, seconds - price * np.maximum(self._room - required, 0), out=priced)
         if outer == 0:  # all kinds of micro-batches end by themselves
-            ends = labels.matrices[:, :, (COMPUTE, COMPUTE, WIRE, WIRE), (COMPUTE, WIRE, COMPUTE, WIRE)]
-            return ends.max(axis=2).sum(axis=1) + labels.serial
+            ends = labels.matrices[:, (COMPUTE, COMPUTE, WIRE, WIRE), (COMPUTE, WIRE, COMPUTE, WIRE)]
+            return ends.max(axis=1).sum(axis=0) + labels.serial
+        together = labels.matrices.sum(axis=0)
+        required = labels.required.min(axis=1)
+        left = np.maximum(self._room - required, 0)
+        bounds = np.full(len(labels), NEVER)
+        known = np.isfinite(together).any(axis=2)
+        for price, outside in zip(self._prices, self._priced[outer], strict=True):
+            held = price * left
+            for a, b in np.argwhere(known & np.isfinite(outside)):
+                np.maximum(bounds, together[a, b] + (outside[a, b] - held), out=bounds)
         grid = self._grid[outer]
         if grid is not None:
-            at = np.clip(required // self._cell, 0, len(grid) - 1)
-            np.maximum(priced, together[:, COMPUTE, COMPUTE] + grid[at], out=priced)
-        return priced + labels.serial
+            at = np.clip(required >> self._shift, 0, len(grid) - 1)
+            np.maximum(bounds, together[COMPUTE, COMPUTE] + grid[at], out=bounds)
+        return bounds + labels.serial
 
-    def _usable(self, number: int, to_beat: float) -> list[int]:
+    def _usable(self, number: int, to_beat: float) -> IntArray:
         """The choices of a stage that may be part of something better, by the prices alone."""
-        items = self._items[number]
         outside = self._passed(number, self._priced[number])[:, :, COMPUTE, COMPUTE]
         bounds = outside + (self._inside[number + 1] - self._prices * self._room)[:, None]
-        return np.nonzero(bounds.max(axis=0) < to_beat)[0].tolist() if len(items) else []
+        return np.nonzero(bounds.max(axis=0) < to_beat)[0]
 
-    def _extended(self, labels: _Labels, number: int, to_beat: float) -> tuple[_Labels, FloatArray] | None:
+    def _extended(self, labels: Labels, number: int, to_beat: float) -> tuple[Labels, FloatArray] | None:
         """All labels with one more stage around them that may beat the best, and their bounds."""
         parts, bounds = [], []
-        for choice in self._usable(number, to_beat):
-            made = self._around(labels, number, choice, to_beat)
-            if made is None:
-                continue
-            found = self._bounds(made, number)
-            rows = np.nonzero(found < to_beat)[0]
-            if len(rows):
-                parts.append(made.taken(rows))
-                bounds.append(found[rows])
-        return (_Labels.joined(parts), np.concatenate(bounds)) if parts else None
+        usable = self._usable(number, to_beat)
+        step = max(1, _PAIRS // len(labels))
+        for first in range(0, len(usable), step):
+            choice, label = self._pairs(labels, number, usable[first : first + step], to_beat)
+            for at in range(0, len(label), _MADE):
+                made = self._around(labels, number, choice[at : at + _MADE], label[at : at + _MADE])
+                found = self._bounds(made, number)
+                rows = np.nonzero(found < to_beat)[0]
+                if len(rows):
+                    parts.append(made.taken(rows))
+                    bounds.append(found[rows])
+        return (Labels.joined(parts), np.concatenate(bounds)) if parts else None
 
-    def _around(self, labels: _Labels, number: int, choice: int, to_beat: float) -> _Labels | None:
-        """The labels with this choice of a stage around them, as far as they fit."""
+    def _pairs(self, labels: Labels, number: int, choices: IntArray, to_beat: float) -> tuple[IntArray, IntArray]:
+        """The choices and labels that fit together and may beat the best, by what is quickly said."""
         items, (forward, backward) = self._items[number], self._rows[number]
-        always = labels.always + items.always[choice]
-        first = always + forward[choice][labels.right] + self._far[number]
-        second = (always + labels.behind + self._far[-1 - number])[:, None] + backward[choice][labels.right]
-        inside = labels.required[:, items.left_of[choice]] + items.held[choice]
-        required = np.maximum(np.maximum(first, inside)[:, None], second)
-        behind, stepping = labels.behind + items.behind[choice], labels.stepping + items.stepping[choice]
-        fits = required.min(axis=1) + self._least_held[number] <= self._room
+        always = labels.always + items.always[choices][:, None]
+        first = always + forward[choices][:, labels.right] + self._far[number]
+        second = always + labels.behind + backward[choices].min(axis=2)[:, labels.right] + self._far[-1 - number]
+        inside = labels.required.T[items.left_of[choices]] + items.held[choices][:, None]
+        required = np.maximum(np.maximum(first, second), inside)
+        fits = required + self._least_held[number] <= self._room
         if number == 0:
-            fits &= always + behind + stepping + self._problem.stepping <= self._room
+            held = labels.behind + labels.stepping + self._problem.stepping
+            fits &= always + held + (items.behind + items.stepping)[choices][:, None] <= self._room
         grid = self._grid[number]
         if grid is not None:  # most do not pay, and this is the quickest way to say so
-            computing = labels.matrices[:, :, COMPUTE, COMPUTE].sum(axis=1) + labels.serial + items.computing[choice]
-            at = np.clip(required.min(axis=1) // self._cell, 0, len(grid) - 1)
-            fits &= computing + grid[at] < to_beat
-        rows = np.nonzero(fits)[0]
-        if not len(rows):
-            return None
-        matrices = (items.forward[choice][None, :, :, :, None] + labels.matrices[rows][:, :, None, :, :]).max(axis=3)
-        matrices = (matrices[:, :, :, :, None] + items.backward[choice][None, :, None, :, :]).max(axis=3)
-        return _Labels(
-            matrices,
-            labels.serial[rows] + items.serial[choice],
-            required[rows],
-            always[rows],
-            behind[rows],
-            stepping[rows],
-            np.full(len(rows), items.right_of[choice]),
-            rows,
-            np.full(len(rows), choice),
+            computing = labels.matrices[:, COMPUTE, COMPUTE].sum(axis=0) + labels.serial
+            at = np.clip(required >> self._shift, 0, len(grid) - 1)
+            fits &= computing + items.computing[choices][:, None] + grid[at] < to_beat
+        choice, label = np.nonzero(fits)
+        return choices[choice], label
+
+    def _around(self, labels: Labels, number: int, choice: IntArray, label: IntArray) -> Labels:
+        """Labels with a choice of a stage around them, pair by pair."""
+        items, (forward, backward) = self._items[number], self._rows[number]
+        right = labels.right[label]
+        always = labels.always[label] + items.always[choice]
+        first = always + forward[choice, right] + self._far[number]
+        second = (always + labels.behind[label] + self._far[-1 - number])[:, None] + backward[choice, right]
+        inside = labels.required[label, items.left_of[choice]] + items.held[choice]
+        matrices = [
+            passed_through(own, choice, inner[:, :, label], again)
+            for own, inner, again in zip(items.forward_parts, labels.matrices, items.backward_parts, strict=True)
+        ]
+        return Labels(
+            np.stack(matrices),
+            labels.serial[label] + items.serial[choice],
+            np.maximum(np.maximum(first, inside)[:, None], second),
+            always,
+            labels.behind[label] + items.behind[choice],
+            labels.stepping[label] + items.stepping[choice],
+            items.right_of[choice],
+            label,
+            choice,
         )

@@ -10,10 +10,11 @@ import numpy as np
 
 from osdp.search.evaluate import TakenStage, rows_of_other_stages, units_of_other_stages
 from osdp.search.problem import FloatArray, IntArray, Problem, StageChoice, StageTable, UnitOption
-from osdp.search.streams import COMPUTE
+from osdp.search.streams import CLOCKS, COMPUTE, NEVER
 
 Unit = tuple[int, int]  # of which stage, and its number there
 Fixed = Mapping[Unit, tuple[int, int]]  # the units that act in several stages: option and sharded slices
+Parts = dict[tuple[int, int], FloatArray]  # the entries of many matrices that are ever more than NEVER: [choice]
 Seen = tuple[int, ...]  # what a stage holds in its neighbours' passes
 
 
@@ -91,6 +92,7 @@ class StageItems:
         forward = [[each.matrix(False, micro, given) * times * overlap for micro, times in kinds] for each in taken]
         backward = [[each.matrix(True, micro, given) * times * overlap for micro, times in kinds] for each in taken]
         self.forward, self.backward = np.array(forward), np.array(backward)  # [choice, micro-batches, from, to]
+        self.forward_parts, self.backward_parts = _parts(self.forward), _parts(self.backward)
         serial = [each.step_seconds * scale for each in taken]
         if overlap < 1:
             passes = (False, True)
@@ -125,3 +127,36 @@ def _classes(taken: Sequence[TakenStage], names: Sequence[str]) -> tuple[list[Se
     found = [tuple(each.totals[name] for name in names) for each in taken]
     kinds = sorted(set(found))
     return kinds, np.array([kinds.index(each) for each in found])
+
+
+def _parts(matrices: FloatArray) -> list[Parts]:
+    """By the kind of micro-batch, of [choice, micro-batches, from, to]."""
+    return [
+        {(int(a), int(b)): each[:, a, b].copy() for a, b in np.argwhere(np.isfinite(each).any(axis=0))}
+        for each in matrices.swapaxes(0, 1)
+    ]
+
+
+def passed_through(forward: Parts, choice: IntArray, inner: FloatArray, backward: Parts) -> FloatArray:
+    """Matrices [from, to, pair] of what lies inside, with a choice's passes around each of them."""
+    between = _product({ends: part[choice] for ends, part in forward.items()}, _finite(inner))
+    made = _product(between, {ends: part[choice] for ends, part in backward.items()})
+    found = np.full((CLOCKS, CLOCKS, len(choice)), NEVER)
+    for (a, b), seconds in made.items():
+        found[a, b] = seconds
+    return found
+
+
+def _finite(matrices: FloatArray) -> Parts:
+    return {(int(a), int(b)): matrices[a, b] for a, b in np.argwhere(np.isfinite(matrices).any(axis=2))}
+
+
+def _product(left: Parts, right: Parts) -> Parts:
+    """One pass after another."""
+    found: Parts = {}
+    for (a, b), first in left.items():
+        for (c, d), second in right.items():
+            if b == c:
+                whole = first + second
+                found[a, d] = np.maximum(found[a, d], whole, out=whole) if (a, d) in found else whole
+    return found

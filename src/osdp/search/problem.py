@@ -147,6 +147,7 @@ class UnitOption:
     slice_reduce_last: Seconds = NO_SECONDS
     slice_wires_reduce_last: Seconds = NO_SECONDS
     step: Seconds = NO_SECONDS
+    is_plain: bool = False  # replicas, or shards over all ranks of which forward leaves nothing more; nothing else
     parts: tuple[tuple[UnitOption, int], ...] = ()  # of units that choose together: each one's option and its slices
 
     def of(self, part: int, sharded: int) -> tuple[UnitOption, int]:
