@@ -40,7 +40,7 @@ examples:
   osdp plan gpt2-xl --cluster 8xRTX-3090
   osdp plan llama3-8b --cluster 2x8xA100-40GB --seq-len 4096 -o plan.json
   osdp plan llama3-8b --cluster 4x8xA100-80GB --network 200Gbit
-  osdp plan gpt-32x4096 --cluster 8xA100-80GB --attention flash-1
+  osdp plan gpt-48x2048 --cluster 8xA100-80GB --attention flash-1
   osdp plan gpt-48x2048 --cluster 8xRTX-TITAN --global-batch 256
   osdp plan llama3-70b --cluster 8xA100-40GB --host-memory 2TiB
   osdp plan ./my-model/config.json --cluster lab.toml --pin 'lm_head=keep'
