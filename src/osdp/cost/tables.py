@@ -10,7 +10,7 @@ instead of an operator, and a person can read the plan. Outside blocks every uni
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -42,7 +42,7 @@ from osdp.errors import UsageError
 from osdp.model.graph import IntArray, ModelGraph
 from osdp.planfile import Depth
 from osdp.recompute import EVERY_RECOMPUTE, Recompute
-from osdp.search.problem import CrossStageUnit, Problem, StageChoice, StageTable, UnitOption, VariantTable
+from osdp.search.problem import CrossStageUnit, Problem, Rows, StageChoice, StageTable, UnitOption, VariantTable
 from osdp.sharding import MODES, ShardingMode, stand_ins
 
 
@@ -273,6 +273,7 @@ class _MadeVariant:
     places: tuple[Places, ...]
     wires: Mapping[tuple[int, Option], SliceWires]  # of every unit's split options
     workspaces: bool  # see [Note: Workspaces] in osdp.model.kernels
+    known: dict[int, _AtBatch] = field(default_factory=dict)  # by batch size, the latest ones
 
     @staticmethod
     def of(tables: Tables, index: int, variant: Variant) -> _MadeVariant:
@@ -341,10 +342,31 @@ class _MadeVariant:
         variant = self.staged.variant
         return recomputed in (None, bool(variant.recompute)) or (bool(recomputed) and self.staged.stage.is_block)
 
+    def _at_batch(self, batch: int) -> _AtBatch:
+        """All bytes at a batch size; intervals of batch sizes that begin with it have them too."""
+        if batch not in self.known:
+            trace = self.staged.trace
+            forward, kept = self.forward.rows(levels(trace.forward, batch, workspaces=self.workspaces))
+            backward, kept_again = self.backward.rows(levels(trace.backward, batch, workspaces=self.workspaces))
+            options = tuple(
+                tuple(_at_batch(o, growths.get(o.key), kept, kept_again, batch) for o in unit)
+                for unit, growths in zip(self.options, self.growths, strict=True)
+            )
+            guests = tuple(
+                replace(
+                    guest,
+                    forward=tuple(rows[kept] for rows in guest.forward),
+                    backward=tuple(rows[kept_again] for rows in guest.backward),
+                )
+                for guest in self.cross_stage_units
+            )
+            while len(self.known) >= _BATCHES:
+                del self.known[next(iter(self.known))]
+            self.known[batch] = _AtBatch(forward, backward, options, guests)
+        return self.known[batch]
+
     def table(self, batch: int, time_batch: int) -> VariantTable:
-        trace = self.staged.trace
-        forward, kept = self.forward.rows(levels(trace.forward, batch, workspaces=self.workspaces))
-        backward, kept_again = self.backward.rows(levels(trace.backward, batch, workspaces=self.workspaces))
+        trace, held = self.staged.trace, self._at_batch(batch)
         # at another batch the seconds bound those of all sizes in between; see [Note: Interval] in osdp.search.batches
         passes = [
             ops.timed(lambda first, stop, time=time: time.between(first, stop, batch, time_batch))
@@ -352,48 +374,58 @@ class _MadeVariant:
         ]
         times = self.forward_time, self.backward_time
         kernels = [Kernels.of(places, *times, batch, time_batch) for places in self.places]
+        timed: dict[int, UnitOption] = {}
         return VariantTable(
             key=self.staged.variant,
             is_block=self.staged.stage.is_block,
             is_whole=self.staged.variant.granularity == WHOLE or not self.staged.stage.is_block,
             units=tuple(
-                tuple(
-                    self._timed(number, _at_batch(o, growths.get(o.key), kept, kept_again, batch), kernels)
-                    for o in unit
-                )
-                for number, (unit, growths) in enumerate(zip(self.options, self.growths, strict=True))
+                tuple(self._timed(number, option, kernels, timed) for option in unit)
+                for number, unit in enumerate(held.options)
             ),
-            forward=forward,
-            backward=backward,
+            forward=held.forward,
+            backward=held.backward,
             saved=trace.forward_delta.at(batch),
             freed=trace.backward_delta.at(batch),
             host=input_host_bytes(trace, batch),
             forward_pass=passes[0],
             backward_pass=passes[1],
-            cross_stage_units=tuple(
-                replace(
-                    guest,
-                    forward=tuple(rows[kept] for rows in guest.forward),
-                    backward=tuple(rows[kept_again] for rows in guest.backward),
-                )
-                for guest in self.cross_stage_units
-            ),
+            cross_stage_units=held.cross_stage_units,
         )
 
-    def _timed(self, unit: int, option: UnitOption, kernels: Sequence[Kernels]) -> UnitOption:
-        """An option with what its slices' turns take at a batch size, at which each unit has these kernels."""
-        if option.parts:
-            if slices_of(option) == 1:
-                return option
-            parts = tuple((self._timed(n, part, kernels), k) for n, (part, k) in enumerate(option.parts))
-            return replace(option, parts=parts)
-        (key,) = keys_of(option)
-        if key.slices == 1:
+    def _timed(
+        self, unit: int, option: UnitOption, kernels: Sequence[Kernels], timed: dict[int, UnitOption]
+    ) -> UnitOption:
+        """An option with what its slices' turns take at a batch size, at which each unit has these kernels.
+
+        `timed` has those that are done: options of a block that choose together share their parts.
+        """
+        if slices_of(option) == 1:
             return option
-        wires = self.wires[unit, replace(key, sharded=1)]
-        return replace(option, **slice_lines(wires, kernels[unit], replicated=not key.mode.is_sharded))
+        if id(option) not in timed:
+            if option.parts:
+                parts = ((self._timed(n, part, kernels, timed), k) for n, (part, k) in enumerate(option.parts))
+                timed[id(option)] = option.changed(parts=tuple(parts))
+            else:
+                (key,) = keys_of(option)
+                lines = slice_lines(
+                    self.wires[unit, replace(key, sharded=1)], kernels[unit], replicated=not key.mode.is_sharded
+                )
+                timed[id(option)] = option.changed(**lines)
+        return timed[id(option)]
 
 
+@dataclass(frozen=True)
+class _AtBatch:
+    """What of a variant depends on the batch size, but for seconds."""
+
+    forward: Rows
+    backward: Rows
+    options: tuple[tuple[UnitOption, ...], ...]
+    cross_stage_units: tuple[CrossStageUnit, ...]
+
+
+_BATCHES = 4  # of which a variant's bytes are kept
 _NEIGHBOURS = 2  # on either side of a block: what it costs depends on no more of them
 
 
@@ -419,7 +451,7 @@ def _at_batch(option: UnitOption, growths: Growths | None, kept: IntArray, again
         line = np.array([1, batch])
         forward = forward + np.outer(growths[0][kept] @ line, [1, 0])
         backward = backward + np.outer(growths[1][again] @ line, [1, 0])
-    return replace(option, forward=forward, backward=backward)
+    return option.changed(forward=forward, backward=backward)
 
 
 def _regrouped(option: UnitOption, groups: Sequence[SlotGroups]) -> UnitOption:
