@@ -193,6 +193,10 @@ class _Intervals:
     def run(self, *, seconds: float, exactly: float = 0.0, first: float = 0.0) -> None:
         """Goes on for this time: of it `exactly` for a proof without a gap, `first` to improve what is known."""
         began = now()
+        if self._part is not None:  # a little at least is known of it, however long bounds take
+            known = self.best
+            number = 0 if known is None else self.candidates.index(known.candidate)
+            self._solve(number, self.candidates[number].low if known is None else known.batch, left=seconds / 2)
         for number, candidate in enumerate(self.candidates):
             self._push(number, candidate.low, candidate.high)
         # which sizes may be best is known before most time goes to one of them
@@ -236,7 +240,7 @@ class _Intervals:
             self._searches[number, batch] = Search(problem if self._part is None else narrowed(problem, self._part))
         return self._searches[number, batch]
 
-    def _solve(self, number: int, batch: int, *, exactly: float, left: float) -> None:
+    def _solve(self, number: int, batch: int, *, exactly: float = 0.0, left: float) -> None:
         """The best choice at one batch size, or what is known of it when time is up."""
         candidate = self.candidates[number]
         samples = batch * candidate.accumulation
