@@ -29,6 +29,7 @@ from osdp.search.solve import Outcome, Search, may_fit, relaxed_bound
 
 MakeProblem = Callable[[int, int], Problem]  # (batch of the memory, batch of the seconds)
 Shown = Callable[[int, int, int, float], None]  # batch, batch sizes solved and to come, seconds per sample of the best
+Bounds = dict[tuple[int, int, int], float]  # seconds per sample: number of a candidate, lowest and highest batch size
 BOUNDING_SECONDS = 10.0
 LARGE, GAIN = 32, 1e-3  # see [Note: Nearly optimal]
 EXACT_SHARE = 0.25  # of the time goes to a proof without a gap
@@ -158,35 +159,33 @@ def search_batches(
     best = min(known, key=lambda found: found.seconds_per_sample, default=None)
     if best is not None:
         best = _larger_batch(best)
+    bounds: Bounds = {}
     for part in parts_of(candidates[0].make(candidates[0].low, candidates[0].low)) if candidates else ():
-        best = _best_of(part, candidates, best, seconds=seconds * PART_SHARE)
-    search = _Intervals(candidates, best, progress)
+        few = _Intervals(candidates, best, bounds, part=part)
+        few.run(seconds=seconds * PART_SHARE)
+        best = few.best
+    search = _Intervals(candidates, best, bounds, progress=progress)
     search.run(seconds=seconds - (now() - began), exactly=seconds * EXACT_SHARE, first=seconds * FIRST_SHARE)
     return None if search.best is None else replace(search.answer(search.best), seconds=time.monotonic() - wall)
 
 
-def _best_of(part: Part, candidates: Sequence[Candidate], best: Found | None, *, seconds: float) -> Found | None:
-    """The best plan of a part of the space if that is faster than `best`; see [Note: Narrower]."""
-
-    def make(candidate: Candidate) -> MakeProblem:
-        return lambda low, high: narrowed(candidate.make(low, high), part)
-
-    search = _Intervals([replace(each, make=make(each)) for each in candidates], best, None)
-    search.run(seconds=seconds)
-    found = search.best
-    if found is None or found is best:
-        return best
-    candidate = candidates[search.candidates.index(found.candidate)]
-    problem = candidate.make(found.batch, found.batch)
-    return judged(candidate, found.batch, widened(problem, part, found.choice))
-
-
 class _Intervals:
-    """Branch and bound over intervals of batch sizes, from a plan to be beaten; see [Note: Interval]."""
+    """Branch and bound over intervals of batch sizes, from a plan to be beaten; see [Note: Interval].
 
-    def __init__(self, candidates: Sequence[Candidate], best: Found | None, progress: Shown | None) -> None:
+    With a `part`, only that of the space is searched; bounds are of all of it, and hold for each part too.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        best: Found | None,
+        bounds: Bounds,
+        *,
+        part: Part | None = None,
+        progress: Shown | None = None,
+    ) -> None:
         self.candidates, self.best = list(candidates), best
-        self._progress = progress
+        self._bounds, self._part, self._progress = bounds, part, progress
         self._queue: list[tuple[float, int, int, int]] = []
         self._searches: dict[tuple[int, int], Search] = {}  # of batch sizes that were begun
         self._unproven, self._nodes, self._solved = INFINITY, 0, 0
@@ -194,6 +193,10 @@ class _Intervals:
     def run(self, *, seconds: float, exactly: float = 0.0, first: float = 0.0) -> None:
         """Goes on for this time: of it `exactly` for a proof without a gap, `first` to improve what is known."""
         began = now()
+        if self._part is not None:  # a little at least is known of it, however long bounds take
+            known = self.best
+            number = 0 if known is None else self.candidates.index(known.candidate)
+            self._solve(number, self.candidates[number].low if known is None else known.batch, left=seconds / 2)
         for number, candidate in enumerate(self.candidates):
             self._push(number, candidate.low, candidate.high)
         # which sizes may be best is known before most time goes to one of them
@@ -221,9 +224,11 @@ class _Intervals:
 
     def _push(self, number: int, low: int, high: int) -> None:
         candidate = self.candidates[number]
-        bound = relaxed_bound(candidate.make(low, high)) / (high * candidate.accumulation)
-        if bound < INFINITY:
-            heapq.heappush(self._queue, (bound, number, low, high))
+        if (number, low, high) not in self._bounds:
+            bound = relaxed_bound(candidate.make(low, high)) / (high * candidate.accumulation)
+            self._bounds[number, low, high] = bound
+        if self._bounds[number, low, high] < INFINITY:
+            heapq.heappush(self._queue, (self._bounds[number, low, high], number, low, high))
 
     def _split(self, number: int, low: int, high: int) -> None:
         self._push(number, low, (low + high) // 2)
@@ -231,10 +236,11 @@ class _Intervals:
 
     def _search(self, number: int, batch: int) -> Search:
         if (number, batch) not in self._searches:
-            self._searches[number, batch] = Search(self.candidates[number].make(batch, batch))
+            problem = self.candidates[number].make(batch, batch)
+            self._searches[number, batch] = Search(problem if self._part is None else narrowed(problem, self._part))
         return self._searches[number, batch]
 
-    def _solve(self, number: int, batch: int, *, exactly: float, left: float) -> None:
+    def _solve(self, number: int, batch: int, *, exactly: float = 0.0, left: float) -> None:
         """The best choice at one batch size, or what is known of it when time is up."""
         candidate = self.candidates[number]
         samples = batch * candidate.accumulation
@@ -246,7 +252,10 @@ class _Intervals:
         if outcome.status != "limit":
             del self._searches[number, batch]  # it will not be asked again
         if outcome.choice is not None and outcome.verdict is not None:
-            found = _found(candidate, batch, outcome.choice, outcome.verdict)
+            choice = outcome.choice
+            if self._part is not None:
+                choice = widened(candidate.make(batch, batch), self._part, choice)
+            found = _found(candidate, batch, choice, outcome.verdict)
             if self.best is None or found.seconds_per_sample < self.best.seconds_per_sample:
                 self.best = found
         if self._progress is not None:

@@ -57,6 +57,7 @@ _MOST_FIXED = 64  # choices of units that act in several stages
 _MOST_CHOICES = 3_000  # of one stage
 _PAIRS = 1 << 20  # of choices and labels that are looked at together
 _MADE = 1 << 15  # of them of which labels are made together
+_NO_PAIRS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -266,17 +267,16 @@ class _Chain:
         labels, history = self._begin(), []
         left_out, self.labels = INFINITY, 0
         for number in reversed(range(len(self._items))):
-            if now() >= deadline:
+            made = self._extended(labels, number, to_beat, most=_CANDIDATES * width, deadline=deadline)
+            if made is None:
                 self.bound = max(self.bound, min(left_out, float(self._bounds(labels, number + 1).min())))
                 return None
-            made = self._extended(labels, number, to_beat)
-            if made is None:
+            made, bounds, more = made
+            left_out = min(left_out, more)
+            if not len(made):
                 self.bound = max(self.bound, min(left_out, to_beat))
                 return None
-            made, bounds = made
             rows = np.argsort(bounds, kind="stable")
-            if len(rows) > _CANDIDATES * width:
-                left_out, rows = min(left_out, float(bounds[rows[_CANDIDATES * width]])), rows[: _CANDIDATES * width]
             numbers = made.taken(rows).numbers(np.array(self._items[number].rights, float))
             rows = rows[np.sort(undominated(numbers))]
             if len(rows) > width:
@@ -335,21 +335,33 @@ class _Chain:
         bounds = outside + (self._inside[number + 1] - self._prices * self._room)[:, None]
         return np.nonzero(bounds.max(axis=0) < to_beat)[0]
 
-    def _extended(self, labels: Labels, number: int, to_beat: float) -> tuple[Labels, FloatArray] | None:
-        """All labels with one more stage around them that may beat the best, and their bounds."""
-        parts, bounds = [], []
+    def _extended(
+        self, labels: Labels, number: int, to_beat: float, *, most: int, deadline: float
+    ) -> tuple[Labels, FloatArray, float] | None:
+        """The labels with one more stage around them that promise most, their bounds, and the least that is left out.
+
+        Only those that may beat the best; None where time is up.
+        """
+        found, bounds, left_out = self._around(labels, number, *_NO_PAIRS), np.zeros(0), INFINITY
         usable = self._usable(number, to_beat)
         step = max(1, _PAIRS // len(labels))
         for first in range(0, len(usable), step):
             choice, label = self._pairs(labels, number, usable[first : first + step], to_beat)
+            parts, their = [found], [bounds]
             for at in range(0, len(label), _MADE):
+                if now() >= deadline:
+                    return None
                 made = self._around(labels, number, choice[at : at + _MADE], label[at : at + _MADE])
-                found = self._bounds(made, number)
-                rows = np.nonzero(found < to_beat)[0]
-                if len(rows):
-                    parts.append(made.taken(rows))
-                    bounds.append(found[rows])
-        return (Labels.joined(parts), np.concatenate(bounds)) if parts else None
+                reached = self._bounds(made, number)
+                rows = np.nonzero(reached < to_beat)[0]
+                parts.append(made.taken(rows))
+                their.append(reached[rows])
+            found, bounds = Labels.joined(parts), np.concatenate(their)
+            if len(bounds) > most:
+                rows = np.argsort(bounds, kind="stable")
+                left_out = min(left_out, float(bounds[rows[most]]))
+                found, bounds = found.taken(np.sort(rows[:most])), bounds[np.sort(rows[:most])]
+        return found, bounds, left_out
 
     def _pairs(self, labels: Labels, number: int, choices: IntArray, to_beat: float) -> tuple[IntArray, IntArray]:
         """The choices and labels that fit together and may beat the best, by what is quickly said."""

@@ -146,7 +146,9 @@ class ClockRows:
                 continue
             chosen = self._kind.units[number][0]
             options = [each.option for each in chosen]
-            together = matrices(stage, lambda op, o=options: _seconds(op, o, micro), len(options)) * self._kind.scale
+            known: dict[object, float] = {}
+            together = matrices(stage, lambda op, o=options, k=known: _seconds(op, o, micro, k), len(options))
+            together *= self._kind.scale
             for each, one in zip(chosen, together, strict=True):
                 found[each.count] = one
                 self.matrices.setdefault(each.count, []).append(one)
@@ -185,12 +187,18 @@ class ClockRows:
         ]
 
 
-def _seconds(op: Op, options: Sequence[UnitOption], micro: MicroBatch) -> Matrix:
-    """What an operation takes in each of the options that are a stage's whole choice."""
+def _seconds(op: Op, options: Sequence[UnitOption], micro: MicroBatch, known: dict[object, float]) -> Matrix:
+    """What an operation takes in each of the options that are a stage's whole choice; many have parts in common."""
     if not op.names:
         return np.full((len(options), 1), op.seconds)
     assert isinstance(op.unit, int)
-    taken = [option_seconds(*option.of(op.unit, 1), op.names, micro) for option in options]
+    taken = []
+    for option in options:
+        part, sharded = option.of(op.unit, 1)
+        key = id(part), sharded, op.names
+        if key not in known:
+            known[key] = option_seconds(part, sharded, op.names, micro)
+        taken.append(known[key])
     return op.seconds + np.array(taken)[:, None]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from osdp.search.problem import (
     BYTES,
+    NO_SECONDS,
     IntArray,
     MicroBatch,
     Problem,
@@ -196,7 +198,17 @@ def rows_of_other_stages(
 
 def option_seconds(option: UnitOption, sharded: int, names: Sequence[str], micro: MicroBatch) -> float:
     """What an option takes of some kinds of seconds in a micro-batch."""
-    return sum(getattr(option, name).at(sharded) for name in micro.takes(names))
+    found = 0.0
+    for name in _taken(micro, tuple(names)):
+        seconds = getattr(option, name)
+        if seconds is not NO_SECONDS:  # as most are
+            found += seconds.at(sharded)
+    return found
+
+
+@cache
+def _taken(micro: MicroBatch, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(micro.takes(names))
 
 
 def serial_counts(

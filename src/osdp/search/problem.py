@@ -150,6 +150,12 @@ class UnitOption:
     is_plain: bool = False  # replicas, or shards over all ranks of which forward leaves nothing more; nothing else
     parts: tuple[tuple[UnitOption, int], ...] = ()  # of units that choose together: each one's option and its slices
 
+    def changed(self, **fields: Any) -> UnitOption:
+        """As `replace` does it, in a fraction of the time: tables have tens of thousands of options."""
+        made = object.__new__(UnitOption)
+        made.__dict__.update(self.__dict__, **fields)
+        return made
+
     def of(self, part: int, sharded: int) -> tuple[UnitOption, int]:
         """The option of one unit of those that choose together, or of the only one."""
         return self.parts[part] if self.parts else (self, sharded)

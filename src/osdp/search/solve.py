@@ -29,7 +29,8 @@ _SHARES = (1e-4, 1e-3, 1e-2)  # of the relaxation: what columns of a first try m
 _WORTH_A_TRY = 0.75  # of the columns that are needed in the end: a program with more of them takes as long
 _QUICK_SECONDS = 1.5  # for HiGHS's own branch and bound; see [Note: Branching] for what comes then
 _SAME = 1e-6  # relative: a bound that finer groups raise by less than this is as good without them
-_LONG = 1_000  # choices of all stages: HiGHS may take long for more of them, going stage by stage mostly does not
+_LONG = 50  # choices of all stages: HiGHS may take long for more of them, going stage by stage mostly does not
+_FEW_STAGES = 12
 _CHAIN_SHARE = 0.8  # of the time goes to that
 
 
@@ -380,11 +381,15 @@ class Search:
 
 
 def is_long(problem: Problem) -> bool:
-    """Whether going through the stages one by one is quicker than HiGHS: many choices, of few kinds of stages."""
+    """Whether going through the stages one by one is quicker than HiGHS.
+
+    That takes more than a few choices, and few stages, or few kinds of them: of alike ones only sums are told apart.
+    """
     kinds = {id(stage.variants): stage for stage in problem.stages}
     counts = {key: count_choices(stage) for key, stage in kinds.items()}
     many = sum(counts[id(stage.variants)] for stage in problem.stages) > _LONG
-    return many and 2 * len(kinds) <= len(problem.stages) and is_chain(problem)
+    few = len(problem.stages) <= _FEW_STAGES or 2 * len(kinds) <= len(problem.stages)
+    return many and few and is_chain(problem)
 
 
 def _shares(model: Model, relaxation: Answer) -> tuple[float, ...]:
