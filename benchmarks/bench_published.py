@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common import Row, deliver, met, parser
 from published.calibration import Case, cross_validate, fit
-from published.llamas import llama_rows, read_llamas
+from published.llamas import PricedLlama, llama_rows, read_llamas
 from published.llamas import price as price_llama
 from published.plots import agreement, scaling
 from published.runs import HERE, Run, graph_of, layout_of, read_runs
@@ -46,7 +46,7 @@ SCALED = (("mpt-7b", "a100_40gb"), ("mpt-350m", "a100_40gb"), ("mpt-13b", "h100_
 def main() -> None:
     arguments = _arguments()
     if arguments.others:
-        deliver(_others(), as_json=arguments.json)
+        deliver(_others(arguments.plots), as_json=arguments.json)
         return
     runs = read_runs(arguments.csv)
     priced_runs = [run for run in runs if run.is_priced]
@@ -71,11 +71,13 @@ def main() -> None:
         _draw(priced, cases, arguments.plots)
 
 
-def _others() -> dict[str, Sequence[Row]]:
+def _others(plots: Path | None) -> dict[str, Sequence[Row]]:
     """Runs that the catalogue was not calibrated on."""
     cases = [Case(run, layout_of(run, graph_of(run))) for run in read_runs(HERE / "mpt-others.csv")]
     priced = [price(case) for case in cases]
     llamas = [price_llama(run) for run in read_llamas()]
+    if plots:
+        _draw_others(priced, llamas, plots)
     sources = sorted({each.run.source for each in llamas})
     fitting = 100 * sum(each.fits for each in priced) / len(priced)
     errors = [each.error for each in priced]
@@ -170,6 +172,16 @@ def _draw(priced: Sequence[Priced], cases: Sequence[Case], folder: Path) -> None
         for case in _scaled(cases)
     }
     scaling(lines, seen, folder / "published-scaling.svg")
+
+
+def _draw_others(priced: Sequence[Priced], llamas: Sequence[PricedLlama], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, each in (*(("MPT", each) for each in priced), *(("Llama", each) for each in llamas)):
+        chip = each.run.cluster.device.name.partition("-")[0]
+        pair = each.run.tokens_per_second_per_gpu, each.tokens_per_second_per_gpu
+        points.setdefault(f"{name}, {chip}", []).append(pair)
+    agreement(dict(sorted(points.items())), folder / "published-others.svg")
 
 
 def _same_but_scale(one: Run, other: Run) -> bool:

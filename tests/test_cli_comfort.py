@@ -1,4 +1,6 @@
-"""Claims: `osdp` alone helps; shells complete it; a network is what data sheets say; a run reads a TOML file."""
+"""Claims: `osdp` alone helps; shells complete it; a network, an attention kernel and the allocator are as asked for; a
+run reads a TOML file.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from osdp.cli.main import build_parser, main
+from osdp.cli.plan import with_rates
 from osdp.cluster import Cluster, parse_rate
 from osdp.errors import UsageError
 
@@ -51,6 +54,15 @@ def test_rates_are_read_as_data_sheets_write_them() -> None:
     for wrong in ("200", "fast", "0Gbit", "-1Gbit", "200Gibit", "9e9Gbit"):
         with pytest.raises(UsageError, match="200Gbit"):
             parse_rate(wrong)
+
+
+def test_an_attention_kernel_and_the_allocator_are_what_is_asked_for() -> None:
+    asked = ["plan", "gpt-tiny", "--cluster", "8xA100-80GB", "--attention", "flash-1", "--expandable-segments"]
+    usual = Cluster.parse("8xA100-80GB")
+    cluster = with_rates(build_parser().parse_args(asked))
+    assert cluster.device == usual.device.with_attention("flash-1")
+    assert cluster.reserve["fragmentation"] == pytest.approx(usual.reserve["fragmentation"] / 2, rel=1e-6)
+    assert with_rates(build_parser().parse_args(asked[:4])) == usual
 
 
 def test_a_network_is_reached_in_the_same_part_as_the_usual_one() -> None:

@@ -2,9 +2,9 @@
 
 Nothing of the catalogue is fitted to them. Each is priced with the attention kernel that its software has, by the
 column `attention`, and with the catalogue's default. ZeRO-3 is priced as `free`, HSDP as `free_in_node`; FSDP keeps
-what is outside of blocks from forward to backward, torchtitan the last block too. `selective` saves every second product where the column `saves`
-says so, as torchtitan does, else every one, as osdp does. A peak is compared with what its source reads: bytes that are
-allocated, or reserved, which torchtitan reads with expandable segments.
+what is outside of blocks from forward to backward, torchtitan the last block too. `selective` saves every second
+product where the column `saves` says so, as torchtitan does, else every one, as osdp does. A peak is compared with what
+its source reads: bytes that are allocated, or reserved, which torchtitan reads with expandable segments.
 """
 
 from __future__ import annotations

@@ -263,12 +263,14 @@ BASES = {
 def pools_sentence(memory: Memory) -> str:
     """What torch reports as reserved; see [Note: Pools] in osdp.cost.positions."""
     left = memory.limit_bytes + sum(part.amount for part in memory.reserve if part.name in (FRAGMENTS, RESERVED))
-    reserved = (memory.peak_bytes + memory.idle_pool_bytes) * left / memory.limit_bytes
-    short = f"; only {format_bytes(left)} are there, so it gives some back in every step, which costs time"
-    return (
-        f"torch reserves {format_bytes(reserved)}, as streams do not share what they have freed"
-        f"{short if reserved > left else ''}"
-    )
+    pools = memory.peak_bytes + memory.idle_pool_bytes
+    why = "streams do not share what they have freed"
+    if pools > left:
+        return (
+            f"torch would reserve {format_bytes(pools)}, as {why}: of {format_bytes(left)} it gives some back in every"
+            " step, which may cost time"
+        )
+    return f"torch reserves {format_bytes(min(left, pools * left / memory.limit_bytes))}, as {why}"
 
 
 def speeds_sentence(page: PlanPage) -> str:
