@@ -257,7 +257,7 @@ def _offload_policy(unit: PlanUnit, engine: Engine, device_type: str) -> Offload
 def _shard(model: nn.Module, plan: Plan, pieces: Sequence[Piece], meshes: Meshes, engine: Engine) -> None:
     policy = precision_policy(plan)
     tied = _tied_names(model)
-    sharded: set[nn.Parameter] = set()
+    sharded = {parameter for parameter in model.parameters() if not parameter.numel()}  # FSDP2 reduces no empty ones
     with shared_post_forward_meshes():
         for piece in sorted(pieces, key=lambda piece: -piece.depth):  # deeper units first
             own = meshes.for_units(experts=piece.unit.experts)
