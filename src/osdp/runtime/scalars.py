@@ -1,8 +1,8 @@
 """Parameters that FSDP2 cannot hold as they are: without dimensions, or without elements.
 
-Those without dimensions, such as the temperature of a contrastive loss, get one of size 1, which broadcasts alike; torch
-loads such a tensor into a parameter without dimensions. Those without elements have nothing to train, and FSDP2 reduces
-no empty gradient: they are frozen.
+Those without dimensions, such as the temperature of a contrastive loss, get one of size 1, which broadcasts alike;
+torch loads such a tensor into a parameter without dimensions. Those without elements have nothing to train, and FSDP2
+reduces no empty gradient: they are frozen.
 """
 
 from __future__ import annotations
