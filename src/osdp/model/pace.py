@@ -74,7 +74,7 @@ def depth_said(name: str, seconds: float, traced: int, blocks: int) -> None:
     whole = seconds * blocks / max(1, traced)
     if whole > _BETWEEN_SECONDS:
         _log.warning(
-            "osdp: capturing %s: %d of its %d blocks are traced, and all are checked once, which takes at most about %s",
+            "osdp: capturing %s: %d of its %d blocks are traced, and all are checked, which takes at most about %s",
             *(name, traced, blocks, _duration(whole)),
         )
 
