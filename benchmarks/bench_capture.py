@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def fake_step_seconds(source: Any, model: Any) -> float:
 
 
 def command(model: str, cluster: str) -> Row:
-    began = perf_counter()
+    began, before = perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     asked = [OSDP, "plan", model, "--cluster", cluster, "--json", "--quiet"]
     ran = subprocess.run(asked, check=False, capture_output=True, text=True)
     seconds = perf_counter() - began
@@ -117,8 +118,10 @@ def command(model: str, cluster: str) -> Row:
         said = (ran.stderr.strip().splitlines() or ["nothing was said"])[-1]
         return {"whole command s": seconds, "target": f"exit code {ran.returncode}: {said}"}
     certificate = json.loads(ran.stdout)["certificate"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "whole command s": seconds,
+        "CPU s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "search s": certificate["seconds"],
         "before the search s": seconds - certificate["seconds"],
         "gap": certificate["gap"],

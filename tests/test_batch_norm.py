@@ -22,6 +22,7 @@ import osdp
 from osdp.engine import ASYNC_GLOO, STOCK, Engine
 from osdp.model.capture import capture
 from osdp.planfile import Plan
+from osdp.recompute import Recompute
 from osdp.runtime.batch_norm import SyncBatchNorm, sync_batch_norm
 from osdp.sharding import FREE, KEEP, REPLICATE
 
@@ -82,7 +83,8 @@ def train(model: nn.Module) -> tuple[Trained, dict[str, Tensor]]:
 
 def made(*, synced: bool) -> Plan:
     graph = capture(net(synced=synced), (torch.zeros(2, WIDTH, 5),))
-    return plan_by_hand(graph, "2", modes=(FREE, KEEP, REPLICATE), recompute=(True, False))
+    how = (True, False) if synced else (Recompute.FULL, Recompute.SELECTIVE)
+    return plan_by_hand(graph, "2", modes=(FREE, KEEP, REPLICATE), recompute=how)
 
 
 def on_a_rank(plan: Plan, engine: Engine) -> tuple[Trained, dict[str, Tensor]]:

@@ -77,6 +77,6 @@ def test_a_check_that_takes_long_says_so(caplog: pytest.LogCaptureFixture) -> No
     for seconds in (5.0, 11.0, 16.0, 130.0):
         say(seconds)
     assert [record.message for record in caplog.records] == [
-        "osdp: capturing a model: 3 of its 2000 blocks are traced, and all are checked once, which takes about 67 s",
+        "osdp: capturing a model: 3 of its 2000 blocks are traced, and all are checked, which takes at most about 67 s",
         *(f"osdp: capturing a model: its 2000 blocks are checked, for {words} so far" for words in ("11 s", "2 min")),
     ]

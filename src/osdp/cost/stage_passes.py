@@ -31,11 +31,20 @@ _GATHERS = {Do.GATHER: ("gather", "gather_first"), Do.GATHER_BACKWARD: ("gather_
 
 
 class StagePasses:
-    """The passes of a layout's stages, read off its full schedule; units that are `carried` begin no reduction."""
+    """The passes of a layout's stages, read off its full schedule; units that are `carried` begin no reduction.
+
+    Where the layout has some of a model's stages only, `places` are theirs in the model.
+    """
 
     def __init__(
-        self, layout: Layout, events: Sequence[Event], engine: Engine, carried: Set[int] = frozenset()
+        self,
+        layout: Layout,
+        events: Sequence[Event],
+        engine: Engine,
+        carried: Set[int] = frozenset(),
+        places: Sequence[int] | None = None,
     ) -> None:
+        self._places = range(len(layout.staged)) if places is None else places
         self._layout, self._engine, self._carried = layout, engine, carried
         self._home = [(stage, n) for stage, staged in enumerate(layout.staged) for n in range(len(staged.units))]
         self._by_pass: list[list[Event]] = [[] for _ in range(2 * len(layout.staged))]
@@ -77,7 +86,7 @@ class StagePasses:
                 continue
             assert event.piece is not None
             home, number = self._home[event.piece.index]
-            unit = number if home == stage else (home, number)
+            unit = number if home == stage else (self._places[home], number)
             if event.do is Do.REDUCE:
                 ops += [(op, _NONE) for op in self._reduction(unit, event.piece.index)]
             elif event.do in (Do.ENTER, Do.ENTER_BACKWARD):

@@ -58,7 +58,7 @@ class MadeVariant:
 
     @staticmethod
     def of(tables: Tables, index: int, variant: Variant) -> MadeVariant:
-        layout, index = _around(tables.variants, index, variant)
+        layout, index, kept = _around(tables.variants, index, variant)
         staged = layout.staged[index]
         stage_passes = layout.stage_pass(index, False), layout.stage_pass(index, True)
         lengths = 3 * len(staged.trace.forward), 3 * len(staged.trace.backward)
@@ -112,7 +112,7 @@ class MadeVariant:
             groups[1],
             compute_time(staged.trace, tables.cluster, training, backward=False),
             compute_time(staged.trace, tables.cluster, training, backward=True),
-            _passes(layout, index, tables.cluster),
+            _passes(layout, index, kept, tables.cluster),
             tuple(all_places),
             wires,
             tables.cluster.device.is_cpu,
@@ -206,18 +206,21 @@ class _AtBatch:
     cross_stage_units: tuple[CrossStageUnit, ...]
 
 
-def _around(variants: Variants, index: int, variant: Variant) -> tuple[Layout, int]:
-    """A layout in which a stage has this variant, and the stage's place in it; of blocks only the nearest are there."""
+def _around(variants: Variants, index: int, variant: Variant) -> tuple[Layout, int, list[int]]:
+    """A layout in which a stage has this variant, the stage's place in it, and all its stages' places in the model.
+
+    Of blocks only the nearest are there.
+    """
     stages = variants.graph.stages
     kept = [n for n, stage in enumerate(stages) if not (stages[index].is_block and stage.is_block)]
     kept = sorted({*kept, *range(max(0, index - _NEIGHBOURS), min(len(stages), index + _NEIGHBOURS + 1))})
     plainest = variants.plainest()
     plainest[index] = variant
-    return Layout(variants.graph, [variants.staged(n, plainest[n]) for n in kept]), kept.index(index)
+    return Layout(variants.graph, [variants.staged(n, plainest[n]) for n in kept]), kept.index(index), kept
 
 
-def _passes(layout: Layout, index: int, cluster: Cluster) -> tuple[PassOps, PassOps]:
-    passes = StagePasses(layout, full_schedule(layout, cluster.engine), cluster.engine)
+def _passes(layout: Layout, index: int, places: Sequence[int], cluster: Cluster) -> tuple[PassOps, PassOps]:
+    passes = StagePasses(layout, full_schedule(layout, cluster.engine), cluster.engine, places=places)
     return passes.of(index, backward=False), passes.of(index, backward=True)
 
 

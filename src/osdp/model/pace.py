@@ -67,11 +67,14 @@ class Pace:
 
 
 def depth_said(name: str, seconds: float, traced: int, blocks: int) -> None:
-    """Says how long the check at full depth takes if that is long; `seconds` were those of a trace of fewer blocks."""
+    """Says how long the check at full depth takes if that is long; `seconds` were those of a trace of fewer blocks.
+
+    Blocks that repeat others take less: torch has cached what the first one makes.
+    """
     whole = seconds * blocks / max(1, traced)
     if whole > _BETWEEN_SECONDS:
         _log.warning(
-            "osdp: capturing %s: %d of its %d blocks are traced, and all are checked once, which takes about %s",
+            "osdp: capturing %s: %d of its %d blocks are traced, and all are checked, which takes at most about %s",
             *(name, traced, blocks, _duration(whole)),
         )
 

@@ -51,7 +51,7 @@ from osdp.runtime.place import Place
 from osdp.runtime.recompute import recompute
 from osdp.runtime.recovery import Recovery, shards_of
 from osdp.runtime.same_inputs import one_tensor_stays_one
-from osdp.runtime.scalars import give_scalars_a_dimension
+from osdp.runtime.scalars import freeze_empty, give_scalars_a_dimension
 from osdp.runtime.split import split_operators
 from osdp.runtime.unused import Exchange, UnusedGradients, largest_of_all, on_any_rank, on_this_rank
 from osdp.sharding import REPLICATE, ShardingMode
@@ -129,6 +129,7 @@ def parallelize(
     if plan.loss_chunks > 1:
         chunk_loss(model, plan.loss_chunks)
     give_scalars_a_dimension(model)
+    freeze_empty(model)
     check_model(model, plan, group)
     check_weights(model, group, None if within.experts is None else within.experts.get_group())
     nodes, devices = plan.cluster.nodes, plan.cluster.devices_per_node

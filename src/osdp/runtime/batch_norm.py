@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from osdp._torch import without_modes
 from osdp._torch.fsdp import is_in_backward
 
 _FAKE = "fake"  # the process group of a dry run
@@ -134,4 +135,5 @@ class _Once:
         if is_in_backward():
             norm.momentum = self._momentum
             if norm.training and norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.sub_(1)
+                with without_modes():  # a selective checkpoint knows the first forward's operators only
+                    norm.num_batches_tracked.sub_(1)

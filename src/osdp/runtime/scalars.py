@@ -1,6 +1,8 @@
-"""Parameters without dimensions, such as the temperature of a contrastive loss: FSDP2 shards none.
+"""Parameters that FSDP2 cannot hold as they are: without dimensions, or without elements.
 
-They get one dimension of size 1, which broadcasts alike; torch loads such a tensor into a parameter without dimensions.
+Those without dimensions, such as the temperature of a contrastive loss, get one of size 1, which broadcasts alike;
+torch loads such a tensor into a parameter without dimensions. Those without elements have nothing to train, and FSDP2
+reduces no empty gradient: they are frozen.
 """
 
 from __future__ import annotations
@@ -20,6 +22,12 @@ def give_scalars_a_dimension(model: nn.Module) -> None:
                     made[parameter] = nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad)
                 module._parameters[key] = made[parameter]
                 setattr(module, _SCALARS, (*getattr(module, _SCALARS, ()), key))
+
+
+def freeze_empty(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)
 
 
 def scalar_names(model: nn.Module) -> set[str]:
