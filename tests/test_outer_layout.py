@@ -6,6 +6,9 @@
   its part of what it did save whole between shared operators.
 - The stages of a pipeline have every operator once, hold the activations of as many micro-batches as are in flight, and
   a step of m micro-batches takes the time of m + p - 1.
+- What a profile timed is used where it holds: the blocks of a stage, collectives of groups with the same ranks, and
+  links, for messages and all else, at the rates that gathers had.
+- Where neither batch is given, all stages take the same micro-batch; a pipeline fills at the pace of all its stages.
 - A plan file says its layout; what cannot run it refuses it with a sentence; degrees that do not divide are refused.
 - `--layout auto` shows every layout, the best first, and takes the best.
 """
@@ -24,9 +27,11 @@ from torch import nn
 
 import osdp
 from osdp.batching import Batching
-from osdp.cluster import Cluster
-from osdp.cost.outer import Clock, in_flight, local_cluster, stage_graph, waiting_seconds, with_tensor_collectives
+from osdp.cluster import Cluster, Measured, TimedStage
+from osdp.cluster.part import local_cluster
+from osdp.cost.outer import Clock, in_flight, stage_graph, waiting_seconds, with_tensor_collectives
 from osdp.cost.tables import Rules
+from osdp.cost.time_model import compute_time
 from osdp.cost.training import Training
 from osdp.errors import UsageError
 from osdp.layouts import Asked, plan_inside, plan_layouts
@@ -157,6 +162,45 @@ def test_a_pipelines_step_takes_the_time_of_more_micro_batches_than_it_has() -> 
     assert plan.predicted.step_seconds == alone.predicted.step_seconds
     assert plan.predicted.samples_per_second == pytest.approx(48 / alone.predicted.step_seconds)
     assert plan.layout.bubble_seconds == pytest.approx(alone.predicted.step_seconds / 7)
+
+
+def test_a_stage_is_timed_as_the_profile_timed_its_blocks_and_its_messages_come_on_top() -> None:
+    graph, _ = divided("gpt", 1)
+    timed = {each.plain.signature: TimedStage(each.plain.signature, each.name, (1, 8), (1.0, 8.0), (2.0, 16.0))
+             for each in graph.stages}  # fmt: skip
+    gathers = [Measured("all_gather", group, 1e-3, rate) for group, rate in (("node", 4e8), ("across", 5e7))]
+    cluster = replace(Cluster.of("CPU", nodes=2, devices_per_node=2, measured=gathers), stages=tuple(timed.values()))
+    hidden = graph.operators[graph.blocks[-1].operators[0]].output_bytes.at(4)
+    for pipeline, at_once in ((2, 2), (4, 1)):  # ranks of a node that send to the next one
+        local = local_cluster(cluster, 1, pipeline)
+        assert local.stages == cluster.stages
+        assert [each.group for each in local.measured] == (["node"] if pipeline == 2 else [])
+        assert (local.node_link.bytes_per_second, local.node_link.latency_seconds) == (4e8, 1e-3)
+        stage = stage_graph(blocks(4), pipeline, 0, 8, Clock(cluster, local))
+        seconds = [compute_time(each.plain, local, TRAINING, backward=False).at(4) for each in stage.stages]
+        assert seconds[:-1] == [4.0] * (len(seconds) - 1)
+        assert seconds[-1] == pytest.approx(4.0 + 1e-3 + at_once * hidden / 1e8, rel=1e-4)
+    divided_ranks = local_cluster(cluster, 2, 1)
+    assert not divided_ranks.stages and [each.group for each in divided_ranks.measured] == ["across"]
+
+
+def test_stages_take_one_micro_batch_and_fill_at_their_mean_pace() -> None:
+    free = asked("gpt", capture=lambda ranks: (blocks(4), ()), batching=Batching(None, 8))
+    together = plan_inside(free, 1, 4)
+    assert together.accumulation == 8
+    given = replace(free, batching=Batching(together.batch_size, 8))
+    slowest, fastest = sorted((plan_inside(given, 1, 4, stage) for stage in (0, 3)), key=rate)
+    assert rate(slowest) < rate(together) < rate(fastest)
+    pace = (1 + rate(slowest) / rate(fastest)) / 2
+    assert together.layout.bubble_seconds == pytest.approx(slowest.layout.bubble_seconds * pace)
+    assert together.layout.stage == slowest.layout.stage
+    saved = slowest.layout.bubble_seconds - together.layout.bubble_seconds
+    assert together.predicted.step_seconds == pytest.approx(slowest.predicted.step_seconds - saved)
+    assert rate(together) * together.predicted.step_seconds == pytest.approx(together.global_batch)
+
+
+def rate(plan: Plan) -> float:
+    return plan.predicted.samples_per_second
 
 
 def blocks(count: int) -> ModelGraph:

@@ -27,11 +27,14 @@ from benchmarks.rivals.ladder import Attempt, largest_batch
 from benchmarks.rivals.layouts import Layout, train
 from benchmarks.rivals.log import Log
 from benchmarks.rivals.meter import environment
-from benchmarks.rivals.models import SHAPES, batch_of, tiny
+from benchmarks.rivals.models import SHAPES, batch_of, source_of, tiny
+from benchmarks.rivals.planned import OPTIMIZER, planned_stage
 from benchmarks.rivals.results import claims, rows_of
+from osdp.recompute import Recompute
 
 ROOT = Path(__file__).parents[1]
 SAMPLES, STEPS = 16, 3
+BATCHES = {"osdp, 2 stages": 2, "osdp, 4 stages": 2}  # of a micro-batch
 WAYS: dict[str, Any] = {
     "DDP": (data_parallel.ddp, FULL, {"bucket_mb": 2}),
     "ZeRO-1": (data_parallel.zero1, NONE, {}),
@@ -51,6 +54,25 @@ WAYS: dict[str, Any] = {
 }
 
 
+def osdp_pipeline(stages: int, job: Job) -> Any:
+    """osdp's plans of the stages, as the benchmark runs them."""
+    from osdp.batching import Batching
+    from osdp.cluster import Cluster
+    from osdp.cost.tables import Rules
+    from osdp.cost.training import Training
+    from osdp.layouts import Asked, plan_inside
+
+    graph = source_of("deep", job.shape).capture("fp32")
+    cluster = Cluster.of("CPU", nodes=2, devices_per_node=2)
+    training, batching = Training.of("fp32", OPTIMIZER), Batching(job.batch, 2 * stages)
+    asked = Asked(lambda _: (graph, ()), cluster, training, Rules(recompute=(Recompute.FULL,)), batching, seconds=1.0)
+    return planned_stage(job, [plan_inside(asked, 1, stages, stage) for stage in range(stages)], exact=True)
+
+
+WAYS["osdp, 2 stages"] = (partial(osdp_pipeline, 2), NONE, {})
+WAYS["osdp, 4 stages"] = (partial(osdp_pipeline, 4), NONE, {})
+
+
 def curves(model: str, names: list[str]) -> dict[str, list[float] | None]:
     """Of each way, the losses that this rank knows."""
     warnings.filterwarnings("ignore")  # of torch's own, in several of the ways
@@ -58,7 +80,7 @@ def curves(model: str, names: list[str]) -> dict[str, list[float] | None]:
     found: dict[str, list[float] | None] = {}
     for name in names:
         build, recompute, switches = WAYS[name]
-        trainer = build(Job(shape, 2, 2, 4, recompute, switches))
+        trainer = build(Job(shape, 2, 2, BATCHES.get(name, 4), recompute, switches))
         share = SAMPLES // trainer.parts
         own = slice(trainer.part * share, (trainer.part + 1) * share)
         losses = [trainer.step(*(each[own] for each in batch_of(shape, SAMPLES, seed=s))) for s in range(STEPS)]

@@ -66,6 +66,7 @@ def settings(what: str = "throughput") -> list[Setting]:
 def _telling() -> Iterator[Setting]:
     yield Setting("deep", 2, 2, "1gbit")
     yield Setting("wide", 4, 1, "500mbit")
+    yield Setting("deep", 2, 2, "200mbit")
     yield Setting("pyramid", 2, 2, "500mbit")
     yield Setting("experts", 2, 2, "1gbit")
     yield Setting("lora", 4, 1, "500mbit")

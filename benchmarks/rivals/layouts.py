@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -132,34 +132,54 @@ def _pipeline(job: Job, layout: Layout, mesh: DeviceMesh) -> Trainer:
     if sum(job.shape.layers) < count:
         raise NotHere(f"{sum(job.shape.layers)} blocks are too few for {count} stages")
     micro = job.switches.get("micro_batches", 2) * layout.pipeline
-    own = mesh.get_local_rank("pp")
-    stages, models = [], []
-    for number in range(own, count, layout.pipeline):
-        model = _stage(job, number, count)
+    numbers = range(mesh.get_local_rank("pp"), count, layout.pipeline)
+    models = [_stage(job, number, count) for number in numbers]
+    for model in models:
         _parallelized(model, job, layout, mesh)
-        group = mesh["pp"].get_group()
-        stages.append(PipelineStage(model, number, count, torch.device("cpu"), group=group))
-        models.append(model)
-    kind = SCHEDULES[layout.schedule]
-    schedule = kind(stages if each > 1 else stages[0], n_microbatches=micro, loss_fn=loss_of)  # type: ignore[arg-type]
     optimizer = adamw(parameter for model in models for parameter in model.parameters())
+    return pipelined(models, numbers, layout, job.batch, micro, optimizer)
+
+
+def pipelined(
+    models: Sequence[Model],
+    numbers: Sequence[int],
+    layout: Layout,
+    batch: int,
+    micro_batches: int,
+    optimizer: torch.optim.Optimizer,
+) -> Trainer:
+    """This rank's stages under a schedule of torch's."""
+    mesh, own, each = layout.mesh(), numbers[0], len(numbers)
+    group, count = mesh["pp"].get_group(), each * layout.pipeline
+    stages = [
+        PipelineStage(model, number, count, torch.device("cpu"), group=group)
+        for model, number in zip(models, numbers, strict=True)
+    ]
+    kind = SCHEDULES[layout.schedule]
+    given = {"n_microbatches": micro_batches, "loss_fn": loss_of}
+    schedule = kind(stages if each > 1 else stages[0], **given)  # type: ignore[arg-type]
     ends = own == 0, own == layout.pipeline - 1
-    return _Pipelined(schedule, optimizer, *ends, mesh.get_local_rank("dp"), layout.data, job.batch * micro)
+    return _Pipelined(schedule, optimizer, *ends, mesh.get_local_rank("dp"), layout.data, batch * micro_batches)
 
 
 def _stage(job: Job, number: int, count: int) -> Model:
     """The model without the parts of other stages."""
     model = on_meta(job)
     first, stop = _cuts([sum(p.numel() for p in block.parameters()) for block in model.blocks], count)[number]
+    keep_part(model, range(first, stop), embed=number == 0, head=number == count - 1)
+    return model
+
+
+def keep_part(model: Model, blocks: Container[int], *, embed: bool, head: bool) -> None:
+    """Takes out what other stages have."""
     for index in range(len(model.blocks)):
-        if not first <= index < stop:
+        if index not in blocks:
             model.blocks._modules[str(index)] = None
-    if number > 0:
+    if not embed:
         model.embed = None
-    if number < count - 1:
+    if not head:
         model.head = None
     model.forward = model.outputs  # type: ignore[method-assign]
-    return model
 
 
 def _cuts(weights: Sequence[int], count: int) -> list[tuple[int, int]]:

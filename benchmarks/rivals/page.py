@@ -14,7 +14,7 @@ from benchmarks.common import deliver
 from .cells import settings
 from .models import TITLES
 from .results import CellRows, Claim, Row, claims, logs, read
-from .rivals import ALONE, ENGINE, FSDP2, OSDP, TUNED
+from .rivals import ALONE, AUTO, ENGINE, FSDP2, OSDP, TUNED
 
 MIB = 1 << 20
 INTRODUCTION = """# osdp beside every usual way to train
@@ -25,17 +25,20 @@ where ranks may use each other's idle time, a pipeline's bubble costs nothing. T
 Every way gets the same model, data, AdamW (fused) and fp32, and is run at its best: the largest batch that fits, with
 nothing and with every block recomputed; a way within 70 % of the fastest also with all but products recomputed
 (selective), with every second block recomputed, and with its own switches (bucket sizes, prefetch, resharding,
-micro-batches). A step has at most 64 samples a rank, whoever takes them, and no way accumulates gradients over
-micro-batches but the pipelines, which must. Each choice is a short trial; the fastest that fits is then timed.
+micro-batches: 4, 2 or 1 for each stage). A step has at most 64 samples a rank, whoever takes them, and no way
+accumulates gradients over micro-batches but the pipelines, which must. Each choice is a short trial; the fastest that
+fits is then timed.
 
 One meter counts what torch's allocator holds, from building the model on; it refuses what would pass the limit, so that
 a run fails as it would on a device. The best of all ways are then held at once and timed in turn, in five rounds (two
-for a way below 70 % of the fastest). `±` is half the range of the rounds. "of limit" compares with the longer of
-compute alone and of the bytes that gradients need at the row's batch; ways that move activations instead (TP, PP) are
-compared with compute alone.
+for a way below 90 % of the fastest; below 70 % its trial stands, with 0 rounds). `±` is half the range of the rounds.
+"of limit" compares with the longer of compute alone and of the bytes that gradients need at the row's batch; ways that
+move activations instead (TP, PP) are compared with compute alone.
 
-"osdp" is the plan of `osdp plan` with a profile of these ranks. "osdp tune" ran two more plans, as rivals had their
-trials, and took the fastest. FSDP2 waits for its collectives on gloo, and our runtime does not: "FSDP2's plan on our
+"osdp" is the plan of `osdp plan` with a profile of these ranks, for data parallelism alone. "osdp, layout auto" prices
+pipelines too, with the best plan inside each stage, from the same profile, and runs the layout that is fastest by that
+price. "osdp tune" ran two or three more plans, as rivals had their trials, one of them of the best layout of the other
+kind, and took the fastest. FSDP2 waits for its collectives on gloo, and our runtime does not: "FSDP2's plan on our
 engine" shows what the plan alone gains. "paper's space" is osdp with replicate and free only and nothing split.
 
 `python -m benchmarks.rivals --minutes 25` measures (root needed) and goes on where the run before ended; `--page`
@@ -94,7 +97,7 @@ def printed(row: Row) -> Printed:
 
 def summary(each: CellRows) -> Printed:
     """A cell in one line: osdp's rate, and how many times that of others it is."""
-    own, tuned, best = each.rate(OSDP), each.rate(TUNED), each.best_rival
+    own, auto, tuned, best = each.rate(OSDP), each.rate(AUTO), each.rate(TUNED), each.best_rival
     engine, shipped = each.rate(ENGINE), each.rate(FSDP2)
     row = next((row for row in each.rows if row.rival == OSDP), None)
     setting = each.setting
@@ -105,6 +108,7 @@ def summary(each: CellRows) -> Printed:
         "osdp, samples/s": own,
         "best rival": "none fits" if best is None else best.rival,
         "÷ best": own / best.rate if own and best and best.rate else None,
+        "auto ÷ best": auto / best.rate if auto and best and best.rate else None,
         "tune ÷ best": tuned / best.rate if tuned and best and best.rate else None,
         "spread of both": None if best is None or row is None else (row.spread or 0) + (best.spread or 0),
         "÷ FSDP2": own / shipped if own and shipped else None,

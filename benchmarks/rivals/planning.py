@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,19 @@ def measure_profile(bench: Bench, *, seconds: float) -> None:
         bench.log.add("profile", cluster=found.cluster.to_dict(), notes=list(found.notes))
 
 
+def searched(plan: Callable[[], Plan]) -> Plan:
+    """By rank 0, in a thread of its own: a rank's first thread has the share of a device alone, and a search has none.
+
+    See [Note: Devices] in benchmarks.cluster.devices.
+    """
+
+    def beside() -> Plan:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(plan).result()
+
+    return by_rank_0(beside)
+
+
 @dataclass(frozen=True)
 class Planner:
     """A captured model and the cluster as it was measured."""
@@ -69,13 +83,13 @@ class Planner:
         """The planner's choice, batch and all; raises DoesNotFit on all ranks."""
         cluster = self.within(limit_bytes)
         limits: dict[str, Any] = {"batch": batch, "search_seconds": SEARCH_SECONDS}
-        return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, **limits))
+        return searched(lambda: plan_graph(self.graph, cluster, self.training, rules, **limits))
 
     def freed(self, batch: int, recompute: str) -> Plan:
         """FSDP2's plan at a batch size."""
         cluster = self.within(1 << 36)
         rules = uniform_rules(FREE, recompute)
-        return by_rank_0(lambda: plan_graph(self.graph, cluster, self.training, rules, batch=batch))
+        return searched(lambda: plan_graph(self.graph, cluster, self.training, rules, batch=batch))
 
 
 def make_plans(
@@ -117,4 +131,4 @@ def _make_plan(bench: Bench, planner: Planner, rules: Rules, limit: int, most: i
 def plan_candidates(bench: Bench) -> list[Candidate]:
     """What the plans in the log ask for."""
     lines = bench.log.all("plan")
-    return [Candidate(line["way"], line["batch"], BY_PLAN, {}, line["plan"]) for line in lines]
+    return [Candidate(line["way"], line["batch"], BY_PLAN, {}, line["plan"]) for line in lines if "like" not in line]

@@ -19,7 +19,7 @@ from typing import Any
 from .cells import LIMITS, SHARES, Setting, alike
 from .log import Line, Log
 from .models import TITLES
-from .rivals import ALONE, DDP, ENGINE, FSDP2, MOVE_ACTIVATIONS, OSDP, PLANNED, TUNED
+from .rivals import ALONE, AUTO, DDP, ENGINE, FSDP2, MOVE_ACTIVATIONS, OSDP, PLANNED, TUNED
 
 FP32_BYTES = 4
 
@@ -93,8 +93,8 @@ def rows_of(log: Log, share: float) -> CellRows:
     setting = Setting(**about["setting"])
     limit_bytes = limits["bytes"][SHARES.index(share)]
     figures = {way: _figures(log, way, share, limit_bytes) for way in _ways(log)}
-    if TUNED in figures:  # it ran osdp's plan too, and takes what was fastest when it was tried
-        figures[TUNED] = max(figures[TUNED], figures.get(OSDP, {}), key=_trial_rate)
+    if TUNED in figures:  # it ran these too, and takes what was fastest when it was tried
+        figures[TUNED] = max(*(figures.get(way, {}) for way in (TUNED, OSDP, AUTO)), key=_trial_rate)
     compute, own = (_rate(figures.get(way, {})) for way in (ALONE, OSDP))
     bytes_moved = 2 * FP32_BYTES * sizes["trained"] * (setting.hosts - 1) / setting.hosts
     rows = []
@@ -105,7 +105,7 @@ def rows_of(log: Log, share: float) -> CellRows:
             continue
         rounds = found["rounds"]
         limit = compute or math.inf
-        if way not in MOVE_ACTIVATIONS and way != ALONE and bytes_moved:
+        if way not in MOVE_ACTIVATIONS and way != ALONE and not found.get("stages") and bytes_moved:
             limit = min(limit, found["samples"] * setting.link_bytes_per_second / bytes_moved)
         rows.append(
             Row(
@@ -134,6 +134,9 @@ def _ways(log: Log) -> list[str]:
 
 def _figures(log: Log, way: str, share: float, limit_bytes: int) -> Line:
     """The trial that was fastest within the limit, with its rounds; else why there is none."""
+    chosen = log.last("plan", way=way, share=share)
+    if chosen and "like" in chosen:
+        return _figures(log, chosen["like"], share, limit_bytes)
     found: list[Line] = []
     for trial in log.all("trial", way=way):
         key = {name: trial[name] for name in ("way", "batch", "recompute", "switches", "plan")}
@@ -152,7 +155,9 @@ def _trial_rate(figures: Line) -> float:
 
 
 def _told(plan: Line | None) -> Line:
-    return {} if plan is None else {"predicted": plan["predicted"], "gap": plan["gap"]}
+    if plan is None:
+        return {}
+    return {"predicted": plan["predicted"], "gap": plan["gap"], "stages": len(plan.get("stages", ()))}
 
 
 def _rate(figures: Line) -> float | None:
@@ -187,12 +192,14 @@ def claims(cells: Sequence[CellRows]) -> list[Claim]:
         pairs = [(cell.rate(way), cell.best_rival, cell.share < 1) for cell in cells]
         return [(own / other.rate, tight) for own, other, tight in pairs if own and other and other.rate]
 
-    best, tuned = over_best(OSDP), over_best(TUNED)
+    best, auto, tuned = over_best(OSDP), over_best(AUTO), over_best(TUNED)
     close = [row.of_limit for cell in cells for row in cell.rows if row.rival == OSDP and row.of_limit]
     found = [
         ("worst cell against the best rival", [min((ratio for ratio, _ in best), default=math.nan)], 1.0, len(best)),
+        ("worst cell, layout auto", [min((ratio for ratio, _ in auto), default=math.nan)], 1.0, len(auto)),
         ("worst cell, tuned", [min((ratio for ratio, _ in tuned), default=math.nan)], 1.0, len(tuned)),
         ("against the best rival where DDP does not fit", [ratio for ratio, tight in best if tight], 1.3, None),
+        ("the same, layout auto", [ratio for ratio, tight in auto if tight], 1.3, None),
         ("against FSDP2 as it ships", ratios(FSDP2), 1.8, None),
         ("against FSDP2's plan on our engine", ratios(ENGINE), 1.25, None),
         ("against DDP where it fits", ratios(DDP), 1.0, None),

@@ -12,8 +12,9 @@ from .job import NONE, RECOMPUTES, Job, Trainer
 from .layouts import Layout, train
 
 OSDP, TUNED, PAPER = "osdp", "osdp tune", "paper's space"
+AUTO = "osdp, layout auto"
 ENGINE, ALONE = "FSDP2's plan on our engine", "compute alone"
-PLANNED = (OSDP, TUNED, PAPER, ENGINE)
+PLANNED = (OSDP, AUTO, TUNED, PAPER, ENGINE)
 FSDP2, DDP = "FSDP2", "DDP"
 SCHEDULES = ("GPipe", "1F1B", "interleaved")
 # These send activations instead of the whole model's gradients over all ranks: an all-reduce does not bound them.
@@ -32,22 +33,23 @@ class Rival:
 
 
 _BUCKETS = {"bucket_mb": 2}
-_MICRO = ({"micro_batches": 4}, {"micro_batches": 1})
+_MICRO = {"micro_batches": 4}
+_FEWER = ({"micro_batches": 2}, {"micro_batches": 1})
 
 
 def rivals_for(hosts: int, ranks_per_host: int) -> tuple[Rival, ...]:
-    """All of them, in the order of the tables; those that do not exist here raise `NotHere` when they are built."""
+    """All of them; those that do not exist here raise `NotHere` when they are built."""
     ranks = hosts * ranks_per_host
-    found = [
+    found = [  # in the order of trials: the fastest first, so that fewer choices of others are worth a trial
+        *(_layout(f"PP {schedule}", Layout(ranks, 1, 1, schedule), _MICRO, _FEWER) for schedule in reversed(SCHEDULES)),
+        _layout("PP × DP", Layout(2, ranks // 2, 1), {"data": "keep", **_MICRO}, ({"data": "free"}, *_FEWER)),
         Rival(DDP, data_parallel.ddp, _BUCKETS, ({"bucket_mb": 25},)),
         Rival("DDP, ZeRO-1", data_parallel.zero1, _BUCKETS, ({"bucket_mb": 25},)),
         Rival("ZeRO-2", data_parallel.zero2, {}, ({"prefetch": True},)),
         Rival(FSDP2, data_parallel.fsdp2, {}, ({"prefetch": True},)),
         Rival("HSDP", data_parallel.hsdp, {}, ({"prefetch": True}, {"reshard": False})),
         _layout("TP", Layout(1, 1, ranks), {}),
-        *(_layout(f"PP {schedule}", Layout(ranks, 1, 1, schedule), {}, _MICRO) for schedule in SCHEDULES),
         _layout("TP × DP", Layout(1, ranks // 2, 2), {"data": "free"}, ({"data": "keep"},)),
-        _layout("PP × DP", Layout(2, ranks // 2, 1), {"data": "keep"}, ({"data": "free"}, *_MICRO)),
     ]
     if ranks >= 8:
         found.append(_layout("3D", Layout(2, ranks // 4, 2), {"data": "keep"}, ({"data": "free"},)))

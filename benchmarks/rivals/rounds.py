@@ -10,11 +10,11 @@ import gc
 from .bench import Bench
 from .cells import SHARES
 from .rivals import ALONE
-from .trials import FAR_BEHIND, Trials
+from .trials import CLOSE, FAR_BEHIND, Trials
 from .ways import Candidate, Ways
 
 BEFORE = ("plans", "trials")  # stages without which rounds do not end a setting
-FEW_ROUNDS = 2  # for a way that is far behind the fastest
+FEW_ROUNDS = 2  # for a way that is not among the fastest; where it is far behind, its trial stands
 SHORT_STEP_SECONDS = 0.5  # the step before a shorter one is not timed: caches are then as training leaves them
 
 
@@ -30,9 +30,13 @@ def chosen(trials: Trials, names: list[str]) -> dict[tuple[float, str], Candidat
 
 
 def check_limits(bench: Bench, ways: Ways, trials: Trials, names: list[str]) -> None:
-    """Every way once more, on a device that has no more memory than the limit."""
+    """The fastest ways once more, on a device that has no more memory than the limit."""
     for (share, name), candidate in chosen(trials, names).items():
-        if name == ALONE or bench.log.last("limited", share=share, **candidate.to_dict()):
+        if (
+            name == ALONE
+            or not _is_close(trials, candidate, share, CLOSE)
+            or bench.log.last("limited", share=share, **candidate.to_dict())
+        ):
             continue
         bench.log.add("begin", way=name)
         tried = bench.limited(candidate.batch, ways.build(candidate), trials.limits[share])
@@ -63,14 +67,19 @@ def time_in_rounds(bench: Bench, ways: Ways, trials: Trials, names: list[str], r
 
 
 def _rounds(trials: Trials, best: dict[tuple[float, str], Candidate], candidate: Candidate, rounds: int) -> int:
-    """Few where a rival is far behind in every cell that it was chosen for."""
+    """Few or none where a rival is behind in every cell that it was chosen for."""
     if candidate.plan or candidate.way == ALONE:
         return rounds
+    shares = [share for (share, _), each in best.items() if each == candidate]
+    if any(_is_close(trials, candidate, share, CLOSE) for share in shares):
+        return rounds
+    return FEW_ROUNDS if any(_is_close(trials, candidate, share, FAR_BEHIND) for share in shares) else 0
+
+
+def _is_close(trials: Trials, candidate: Candidate, share: float, part: float) -> bool:
     attempt = trials.known(candidate)
     assert attempt is not None
-    shares = [share for (share, _), each in best.items() if each == candidate]
-    behind = all(attempt.rate < FAR_BEHIND * trials.fastest(share) for share in shares)
-    return min(rounds, FEW_ROUNDS) if behind else rounds
+    return attempt.rate >= part * trials.fastest(share)
 
 
 def _taken(bench: Bench, candidate: Candidate) -> int:

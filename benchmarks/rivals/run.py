@@ -81,9 +81,10 @@ class _Run:
         command += ["--setting", json.dumps(setting.to_dict()), "--log", str(self.file.absolute())]
         command += ["--stages", ",".join(limits.stages), "--seconds", str(seconds)]
         command += ["--rounds", str(limits.rounds), "--profile-seconds", str(limits.profile_seconds)]
+        clock = any(stage in CLOCK for stage in limits.stages)  # else ranks may use what CPUs there are
         try:
             with SimulatedCluster(
-                hosts=setting.hosts, ranks_per_host=setting.ranks_per_host, across=setting.across, devices=True
+                hosts=setting.hosts, ranks_per_host=setting.ranks_per_host, across=setting.across, devices=clock
             ) as cluster:
                 timeout = seconds + GRACE_SECONDS
                 results = cluster.run(command, env=environment(), timeout=timeout, on_line=self._on_line)

@@ -11,11 +11,12 @@ from .cells import SHARES
 from .data_parallel import ddp
 from .job import FULL, HALF, NONE, SELECTIVE, NotHere
 from .ladder import FIRST, Attempt, largest_batch
-from .rivals import ALONE, Rival
+from .rivals import ALONE, AUTO, OSDP, Rival
 from .ways import Candidate, Ways
 
 MOST_BATCH = 64  # samples of a step for each rank, whoever takes them
 FAR_BEHIND = 0.7  # of the fastest so far: such a way is not refined, as it cannot become the best
+CLOSE = 0.9  # of the fastest: such a way may be the best, and is timed in all rounds
 ALONE_BATCHES = (4, 8)
 
 
@@ -73,6 +74,9 @@ class Trials:
     def _compete(self, rival: Rival, share: float) -> None:
         """Every recompute at the largest batch, then the rival's other switches at the best."""
         for recompute in (NONE, FULL, SELECTIVE, HALF):
+            best = self.best(rival.name, share)
+            if best is not None and best[0].recompute == NONE and best[0].batch >= self._most(rival):
+                break  # recompute would make room for nothing
             if recompute in rival.recomputes and (recompute in (NONE, FULL) or self._close(rival.name, share)):
                 self._largest(rival, recompute, self.limits[share])
         best = self.best(rival.name, share)
@@ -88,8 +92,7 @@ class Trials:
     def _largest(self, rival: Rival, recompute: str, limit: int) -> None:
         """Times the largest batch that fits."""
         candidate = Candidate(rival.name, 1, recompute, rival.switches)
-        one = self._peak(replace(candidate, recompute=rival.recomputes[0]))
-        most = max(1, MOST_BATCH * self.bench.setting.ranks // one.samples)
+        most = self._most(rival)
         expected = self._between(candidate) if recompute in (SELECTIVE, HALF) else None
 
         def attempt(batch: int) -> Attempt:
@@ -99,6 +102,11 @@ class Trials:
         batch, _ = largest_batch(attempt, limit_bytes=limit, most=most, expected=expected)
         if batch is not None:
             self.trial(replace(candidate, batch=batch))
+
+    def _most(self, rival: Rival) -> int:
+        """The batch that gives a step as many samples as any may have."""
+        one = self._peak(Candidate(rival.name, 1, rival.recomputes[0], rival.switches))
+        return max(1, MOST_BATCH * self.bench.setting.ranks // one.samples)
 
     def _between(self, candidate: Candidate) -> dict[int, int]:
         """Peaks where a part is recomputed: about the middle of those of none and of all."""
@@ -137,8 +145,8 @@ class Trials:
         return max(found, key=lambda pair: pair[1].rate, default=None)
 
     def fastest(self, share: float) -> float:
-        """Samples a second of the fastest rival so far."""
-        found = [self.best(rival.name, share) for rival in self.ways]
+        """Samples a second of the fastest so far, rival or plan."""
+        found = [self.best(name, share) for name in (OSDP, AUTO, *(rival.name for rival in self.ways))]
         return max((best[1].rate for best in found if best), default=0.0)
 
     def _close(self, way: str, share: float) -> bool:

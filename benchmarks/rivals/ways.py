@@ -13,7 +13,7 @@ from .bench import Bench, Build
 from .data_parallel import alone
 from .job import FULL, NONE
 from .log import Line
-from .planned import planned
+from .planned import planned, planned_stage
 from .rivals import ALONE, ENGINE, Rival, rivals_for
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Ways:
         if candidate.plan:
             found = self._bench.log.last("plan", plan=candidate.plan)
             assert found is not None, f"no plan {candidate.plan} is in the log"
+            if "stages" in found:
+                return partial(planned_stage, job, [Plan.from_dict(each) for each in found["stages"]])
             return partial(planned, job, Plan.from_dict(found["document"]))
         return partial(self.rivals[candidate.way].build, job)
 

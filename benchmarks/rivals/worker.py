@@ -18,12 +18,13 @@ import torch
 
 from osdp.training.world import started
 
+from .auto import make_layouts
 from .bench import Bench, OutOfTime
 from .cells import Setting
 from .log import Line, Log
 from .models import Model
 from .planning import RULES, TIMEOUT_SECONDS, Planner, make_plans, measure_profile, plan_candidates
-from .rivals import ALONE
+from .rivals import ALONE, AUTO
 from .rounds import check_limits, time_in_rounds
 from .run import STAGES
 from .trials import MOST_BATCH, Trials
@@ -75,13 +76,14 @@ def _measure(bench: Bench, args: Namespace) -> None:
     planner = functools.cache(lambda: Planner.of(bench))
     ways = Ways(bench, planner)
     trials = Trials(bench, ways)
-    names = [*RULES, ALONE, *(rival.name for rival in ways)]
+    names = [*RULES, AUTO, ALONE, *(rival.name for rival in ways)]
     last = STAGES[-1] in stages
     if "memory" in stages:
         trials.each(trials.memory)
     if "plans" in stages:
         with bench.until(PLANS_SHARE if last else 1.0):
             make_plans(bench, planner(), trials.limits, RULES, MOST_BATCH)
+            make_layouts(bench, planner(), trials.limits, MOST_BATCH)
             bench.log.add("stage", name="plans")
     if "trials" in stages:
         with bench.until(TRIALS_SHARE if last else 1.0):

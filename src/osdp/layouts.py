@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from osdp.batching import Batching
 from osdp.cluster import Cluster, format_bytes
+from osdp.cluster.part import local_cluster
 from osdp.cost.outer import (
     Clock,
     idle_micro_batches,
-    local_cluster,
     stage_graph,
     waiting_seconds,
     with_expert_collectives,
@@ -88,17 +88,11 @@ def plan_inside(
     best: Plan | None = None
     refused: DoesNotFit | None = None
     for batching, micro_batches in _ways(asked.batching, local, pipeline, interleave):
-        found: Plan | None = None
         try:
-            for layout in layouts:
-                plan = _stage_plan(asked, local, layout, batching, micro_batches)
-                found = plan if found is None or _rate(plan) < _rate(found) else found
-                if best is not None and _rate(found) <= _rate(best):
-                    break
+            found = _slowest(asked, local, layouts, batching, micro_batches, than=0.0 if best is None else _rate(best))
         except DoesNotFit as error:
             refused = error
             break  # larger micro-batches need more memory
-        assert found is not None
         if best is not None and _rate(found) <= _rate(best):
             break  # larger micro-batches leave larger bubbles
         best = found
@@ -106,6 +100,48 @@ def plan_inside(
         assert refused is not None
         raise refused
     return best
+
+
+def _slowest(
+    asked: Asked, local: Cluster, layouts: Sequence[OuterLayout], batching: Batching, micro_batches: int, *, than: float
+) -> Plan:
+    """The plan of the slowest of these stages; of one that is not faster than `than`, as soon as it is found.
+
+    Where the micro-batch is free, all stages take the smallest that one of them chooses.
+    """
+    if batching.batch is None and micro_batches:
+        free = [_stage_plan(asked, local, layout, batching, micro_batches) for layout in layouts]
+        batching = replace(batching, batch=min(plan.batch_size for plan in free))
+    plans: list[Plan] = []
+    for layout in layouts:
+        plans.append(_stage_plan(asked, local, layout, batching, micro_batches))
+        if _rate(plans[-1]) <= than:
+            break
+    return _with_shorter_bubble(min(plans, key=_rate), max(plans, key=_rate))
+
+
+def _with_shorter_bubble(slowest: Plan, fastest: Plan) -> Plan:
+    """A pipeline fills and runs empty at the pace of all stages: of those between two, at their mean."""
+    bubble, ratio = slowest.layout.bubble_seconds, _rate(slowest) / _rate(fastest)
+    if not bubble or ratio == 1:
+        return slowest
+    others = ratio if slowest.layout.pipeline == 2 else (1 + ratio) / 2
+    saved = bubble * (1 - others)
+    step, proof = slowest.predicted, slowest.certificate
+    share = step.step_seconds / (step.step_seconds - saved)
+    return replace(
+        slowest,
+        predicted=replace(
+            step,
+            step_seconds=step.step_seconds - saved,
+            samples_per_second=step.samples_per_second * share,
+            mfu=step.mfu * share,
+        ),
+        certificate=replace(
+            proof, bound=proof.bound * share, fastest_samples_per_second=proof.fastest_samples_per_second * share
+        ),
+        layout=replace(slowest.layout, bubble_seconds=bubble - saved),
+    )
 
 
 def _check_experts(asked: Asked, local: Cluster, tensor: int, expert: int) -> None:
@@ -140,11 +176,10 @@ def _ways(batching: Batching, local: Cluster, pipeline: int, interleave: int) ->
         raise UsageError(
             "a pipeline needs several micro-batches in a step; give --global-batch, or --batch with --accumulation"
         )
-    ways = sorted((batch or 1, micro_batches) for micro_batches, batch in batching.ways(local.world_size))
+    ways = [(batch, micro_batches) for micro_batches, batch in batching.ways(local.world_size)]
     if batching.global_batch is not None:
-        ways = [
-            (batch, often) for batch, often in ways if batch == 1 or (batch <= MOST_PIPELINED and often >= pipeline)
-        ]
+        ways = sorted((batch or 1, often) for batch, often in ways)
+        ways = [(each, often) for each, often in ways if each == 1 or (each <= MOST_PIPELINED and often >= pipeline)]
     if interleave > 1:
         ways = [(batch, often) for batch, often in ways if often % pipeline == 0]
         if not ways:

@@ -28,6 +28,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d": ("_get_default_store", "_get_default_group"),
     "torch.distributed.device_mesh.DeviceMesh": ("_flatten", "_unflatten"),
     "torch.distributed.tensor.debug": ("_clear_sharding_prop_cache",),
+    "torch.optim.AdamW": ("_init_group",),
     "torch.nn.utils.clip_grad._get_total_norm": ("__wrapped__",),  # a wrapper: see osdp._torch.clip
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": ("__wrapped__",),
     "torch.nn.utils.clip_grad.clip_grad_norm_": ("__wrapped__",),

@@ -46,6 +46,7 @@ __all__ = [
     "prefetch",
     "prefetch_early",
     "reduce_after_last_call",
+    "reduce_alone",
     "reduce_in_pipeline",
     "reduce_unreduced",
     "shared_post_forward_meshes",
@@ -363,6 +364,37 @@ class ReduceAfterLastCall(FSDPParamGroup):
         self._calls, partial = 0, self._partial_reduce_output
         super()._reset_iter_state()
         self._partial_reduce_output = partial
+
+
+class _Alone(ReduceAfterLastCall):
+    """A group on one rank, which computes in place: its gradients are those of its parameters as they are.
+
+    It stays gathered, which takes no memory, until its gradients are those of a whole step.
+    """
+
+    def reduce_now(self) -> None:
+        self._calls, self.is_unreduced = 0, not self.reduce_grads
+        self._training_state = TrainingState.POST_BACKWARD
+        if not self.reduce_grads:
+            for param in self.fsdp_params:
+                _keep_only_own_bytes(param)
+            return
+        for param in self.fsdp_params:
+            own = getattr(param, "_unsharded_param", None)
+            if own is None or own.grad is None:
+                continue
+            gradient, own.grad = param.unsharded_grad_data, None
+            if param.sharded_param.grad is None:
+                param.sharded_param.grad = param.to_sharded_dtensor(gradient)
+            else:
+                param.sharded_param.grad += param.to_sharded_dtensor(gradient)
+        if self.reshard_after_backward:
+            self.reshard()
+
+
+def reduce_alone(group: FSDPParamGroup) -> None:
+    """Has a group on one rank, of parameters that are not cast, copy no gradients to reduce them with nobody."""
+    group.__class__ = _Alone
 
 
 def reduce_after_last_call(group: FSDPParamGroup, finish_reductions: Callable[[], None] | None) -> None:

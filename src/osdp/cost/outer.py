@@ -12,13 +12,16 @@ a data-parallel group holds. Everything else is put into the problem, so that co
 - Pipeline (1F1B): stage s computes its own blocks, holds the saved activations of p - s micro-batches (at most all),
   and sends a hidden state forth and a gradient back. The first and last p - 1 micro-batches find some stages idle: a
   step of m micro-batches takes the time of m + p - 1, so that the local problem accumulates so many, and the rates it
-  gives are multiplied by m / (m + p - 1). A schedule of torch's reduces gradients after the last micro-batch.
+  gives are multiplied by m / (m + p - 1). A schedule of torch's reduces gradients after the last micro-batch. The
+  slowest stage sets the pace of the m, all of them that of the p - 1; of stages between, the mean of both ends is taken.
 - Interleaved: each rank has v chunks of the blocks, the model's parts s, s + p, s + 2p and so on. Ranks wait for
   (p - 1) / v micro-batches, rounded up to whole ones; m is a multiple of p. Before its first backward, stage s begins
   2 (p - s - 1) + (v - 1) p + 1 chunks of micro-batches, each of a v-th of its blocks; later it has no more. Every block
   is taken to hold the average. What follows the blocks, a head and its loss, holds one micro-batch: the last chunk of
   the last stage goes backward at once. Each chunk has messages of its own.
 - Experts over a dimension of their own: see [Note: Expert layout].
+- What a profile timed is kept where it holds: stages without divided operators, collectives of groups with the same
+  ranks; messages and all else take the rates that gathers had; see osdp.cluster.part.
 - Ranks lie on nodes with tensor innermost, then data, then pipeline: tensor groups do not leave a node, and t of them
   share the node's network. The slowest device of all sets the pace, not the slowest of one group.
 
@@ -41,7 +44,7 @@ from functools import partial
 import numpy as np
 
 from osdp.cluster import Cluster
-from osdp.cluster.slowest import expected_largest
+from osdp.cluster.part import node_of, with_measured_links
 from osdp.errors import UsageError
 from osdp.model.graph import (
     ZERO,
@@ -61,56 +64,28 @@ from osdp.model.kernels import KernelKind
 REFERENCE_BATCH = 4  # a collective's seconds grow in a straight line through those of one sample and of these
 
 
-def local_cluster(cluster: Cluster, tensor: int, pipeline: int) -> Cluster:
-    """The ranks of one stage's data-parallel dimension, with their share of the network."""
-    each, nodes = cluster.devices_per_node, cluster.nodes
-    if each % tensor:
-        raise UsageError(
-            f"{tensor} tensor-parallel ranks do not divide the {each} devices of a node; give a divisor of {each}"
-        )
-    if nodes % pipeline == 0:
-        nodes, here = nodes // pipeline, each // tensor
-    elif pipeline % nodes == 0 and (each // tensor) % (pipeline // nodes) == 0:
-        nodes, here = 1, each // tensor // (pipeline // nodes)
-    else:
-        raise UsageError(
-            f"{pipeline} stages of {tensor} ranks do not divide {cluster.word}; give a divisor of its nodes, or a"
-            " multiple that divides the devices of each"
-        )
-    spread, ranks = cluster.device.speed_spread, nodes * here
-    if ranks > 1:
-        spread *= expected_largest(cluster.world_size) / expected_largest(ranks)
-    network = replace(cluster.network, bytes_per_second=cluster.network.bytes_per_second * here / each)
-    return replace(
-        cluster,
-        nodes=nodes,
-        devices_per_node=here,
-        network=network,
-        device=replace(cluster.device, speed_spread=spread),
-        stages=(),
-        measured=(),
-        name="",
-    )
-
-
 class Clock:
     """Kernels that take the time of a collective, on a device of the local cluster."""
 
     def __init__(self, cluster: Cluster, local: Cluster) -> None:
         self._cluster = cluster
+        self._links = with_measured_links(cluster)
         scale = local.slowest_factor if local.device.attention_efficiency > 0 else 1.0
         self._bytes_per_second = 1e12 / local.device.memory_seconds(1e12) / scale
 
     def all_reduce(self, ranks: int, kind: str = "all_reduce") -> Callable[[Affine], Affine]:
         """Of bytes, the bytes that a kernel would move in the time of the collective."""
-        group = replace(self._cluster, nodes=1, devices_per_node=ranks, measured=(), stages=())
+        group = node_of(self._cluster, ranks)
         return self._as_moved(lambda total: group.collective_seconds(kind, "node", total))
 
-    def sent(self, *, across_nodes: bool) -> Callable[[Affine], Affine]:
-        """The same for a message to the next stage, which every device of a node sends at once."""
-        link, share = (self._cluster.network, self._cluster.devices_per_node) if across_nodes else (None, 1)
-        link = link or self._cluster.node_link
-        return self._as_moved(lambda total: link.latency_seconds + total * share / link.bytes_per_second)
+    def sent(self, pipeline: int) -> Callable[[Affine], Affine]:
+        """The same for a message to the next stage, which all ranks that a node has of a stage send at once."""
+        nodes, each = self._cluster.nodes, self._cluster.devices_per_node
+        if nodes == 1:
+            link, at_once = self._links.node_link, 1
+        else:
+            link, at_once = self._links.network, each // max(1, pipeline // nodes)
+        return self._as_moved(lambda total: link.latency_seconds + total * at_once / link.bytes_per_second)
 
     def seconds(self, moved: Affine, batch: int) -> float:
         return moved.at(batch) / self._bytes_per_second
@@ -258,7 +233,7 @@ def stage_graph(
     parts = _divided_blocks(graph, pipeline * interleave)
     chunks = range(stage, len(parts), pipeline)
     held, hidden = in_flight(pipeline, stage, micro_batches, interleave), _hidden_bytes(graph)
-    sent = clock.sent(across_nodes=True)(hidden) if clock is not None else None
+    sent = clock.sent(pipeline)(hidden) if clock is not None else None
     stages: list[Stage] = []
     ends: set[int] = set()  # of chunks: they may have messages
     for chunk in chunks:

@@ -17,6 +17,7 @@ from osdp.cost.positions import Places
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit
 from osdp.model.graph import FloatArray, Segment, Trace
+from osdp.model.kernels import KernelKind
 from osdp.sharding import ShardingMode
 
 TO_HOST = "to_host"  # a copy that is no collective, on the stream of the reduction before it
@@ -40,6 +41,7 @@ class Compute:
         kinds = np.concatenate([np.zeros(0, dtype=np.int64), *(segment.kinds for segment in segments)])
         dtype = training.precision.compute_dtype
         self._kernels = KernelTime(self.flops, self.moved, kinds, cluster, dtype, compiled=training.compiled)
+        self._is_collective = kinds == KernelKind.COLLECTIVE
         self._behind = np.cumsum([0, *(len(segment.flops) for segment in segments)])  # kernels before each segment
         self._known: dict[int, FloatArray] = {}
         self._trace, self._cluster = trace, cluster
@@ -86,7 +88,7 @@ def _copied_in(segments: Sequence[Segment], *, backward: bool) -> int:
 
 
 class TimedCompute(Compute):
-    """The same, where a profile timed this stage's kernels."""
+    """The same, where a profile timed this stage's kernels; a larger layout's collectives among them come on top."""
 
     def __init__(
         self,
@@ -102,16 +104,28 @@ class TimedCompute(Compute):
         self._timed = batches, seconds
 
     def at(self, batch: int) -> float:
-        return timed_at(*self._timed, batch) + self.copies(0, len(self._behind) - 1, batch)
+        return (
+            timed_at(*self._timed, batch) + self._collectives(batch)[-1] + self.copies(0, len(self._behind) - 1, batch)
+        )
 
     def _kernels_at_least(self, low: int, high: int) -> float:
-        return timed_at_least(*self._timed, low, high)
+        return timed_at_least(*self._timed, low, high) + float(self._collectives(high)[-1])
 
     def _kernels_between(self, first: int, stop: int, low: int, high: int) -> float:
         """By the roofline at the largest batch size that was timed, the segments' share of the whole."""
-        before = self._before(max(self._timed[0]))
+        largest = max(self._timed[0])
+        before = self._before(largest) - self._collectives(largest)
         whole = float(before[-1])
-        return float(before[stop] - before[first]) / whole * self._kernels_at_least(low, high) if whole else 0.0
+        own = float(before[stop] - before[first]) / whole * timed_at_least(*self._timed, low, high) if whole else 0.0
+        waits = self._collectives(high)
+        return own + float(waits[stop] - waits[first])
+
+    def _collectives(self, batch: int) -> FloatArray:
+        """Seconds of collectives before each segment."""
+        if not self._is_collective.any():
+            return np.zeros(len(self._behind))
+        sums = np.concatenate([[0.0], np.cumsum(np.where(self._is_collective, self._kernels.each(batch), 0.0))])
+        return sums[self._behind]
 
 
 def compute_time(trace: Trace, cluster: Cluster, training: Training, *, backward: bool) -> Compute:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.errors import UsageError
-from osdp.model.kernels import DEEP, SCALAR_BYTES, WORKSPACE_BYTES
+from osdp.model.kernels import DEEP, SCALAR_BYTES, WORKSPACE_BYTES, KernelKind
 from osdp.recompute import Recompute
 
 IntArray = NDArray[np.int64]
@@ -183,10 +183,16 @@ class Trace:
 
     @cached_property
     def signature(self) -> str:
-        """Equal for passes with the same kernels, and so the same time: FLOPs, bytes and kinds at every batch size."""
+        """Equal for passes with the same kernels, and so the same time: FLOPs, bytes and kinds at every batch size.
+
+        Collectives and messages of a larger layout are no part of it.
+        """
         digest = hashlib.sha256()
         for segments in (self.forward, self.backward):
-            rows = [np.column_stack([segment.flops, segment.moved, segment.kinds]) for segment in segments]
+            rows = [
+                np.column_stack([segment.flops, segment.moved, segment.kinds])[segment.kinds != KernelKind.COLLECTIVE]
+                for segment in segments
+            ]
             digest.update(b"pass" + b"".join(np.ascontiguousarray(each, dtype=np.int64).tobytes() for each in rows))
         return digest.hexdigest()[:16]
 

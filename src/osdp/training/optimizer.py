@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from osdp._torch.optimizer import on_shards
 from osdp.cost.training import StateFormat, optimizer_cost
 from osdp.runtime.local import local_tensor
 from osdp.training.adafactor import ShardedAdafactor
@@ -135,19 +136,28 @@ class Lion(_Elementwise):
         torch._foreach_lerp_(means, gradients, 1 - second)
 
 
+def _torchs(kind: Callable[..., torch.optim.Optimizer], **settings: Any) -> Callable[..., torch.optim.Optimizer]:
+    """One of torch's own, which steps shards; see [Note: Steps on shards]."""
+
+    def made(params: Any, *, lr: float) -> torch.optim.Optimizer:
+        return on_shards(kind(params, lr=lr, **settings))
+
+    return made
+
+
 _MADE: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, betas=BETAS, foreach=True),
-    "adamw-fused": partial(torch.optim.AdamW, betas=BETAS, fused=True),
+    "adamw": _torchs(torch.optim.AdamW, betas=BETAS, foreach=True),
+    "adamw-fused": _torchs(torch.optim.AdamW, betas=BETAS, fused=True),
     "sgd": partial(SGD, weight_decay=DECAY),
     "sgd-momentum": partial(SGD, momentum=MOMENTUM, weight_decay=DECAY),
     "lion": partial(Lion, weight_decay=DECAY),
-    "adagrad": partial(torch.optim.Adagrad, weight_decay=DECAY, foreach=True),
-    "adam": partial(torch.optim.Adam, betas=BETAS, weight_decay=DECAY, foreach=True),
-    "nadam": partial(torch.optim.NAdam, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
-    "radam": partial(torch.optim.RAdam, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
-    "adamax": partial(torch.optim.Adamax, weight_decay=DECAY, foreach=True),
-    "adadelta": partial(torch.optim.Adadelta, weight_decay=DECAY, foreach=True),
-    "rmsprop": partial(torch.optim.RMSprop, weight_decay=DECAY, foreach=True),
+    "adagrad": _torchs(torch.optim.Adagrad, weight_decay=DECAY, foreach=True),
+    "adam": _torchs(torch.optim.Adam, betas=BETAS, weight_decay=DECAY, foreach=True),
+    "nadam": _torchs(torch.optim.NAdam, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
+    "radam": _torchs(torch.optim.RAdam, weight_decay=DECAY, decoupled_weight_decay=True, foreach=True),
+    "adamax": _torchs(torch.optim.Adamax, weight_decay=DECAY, foreach=True),
+    "adadelta": _torchs(torch.optim.Adadelta, weight_decay=DECAY, foreach=True),
+    "rmsprop": _torchs(torch.optim.RMSprop, weight_decay=DECAY, foreach=True),
     "adamw-bf16": partial(SmallStateAdamW, betas=BETAS, states=StateFormat.BF16),
     "adamw-8bit": partial(SmallStateAdamW, betas=BETAS, states=StateFormat.BLOCKS),
     "adafactor": partial(ShardedAdafactor, weight_decay=DECAY),
