@@ -13,7 +13,7 @@ a data-parallel group holds. Everything else is put into the problem, so that co
   and sends a hidden state forth and a gradient back. The first and last p - 1 micro-batches find some stages idle: a
   step of m micro-batches takes the time of m + p - 1, so that the local problem accumulates so many, and the rates it
   gives are multiplied by m / (m + p - 1). A schedule of torch's reduces gradients after the last micro-batch. The
-  slowest stage sets the pace of the m, all of them that of the p - 1; of stages between, the mean of both ends is taken.
+  slowest stage sets the pace of the m, all of them that of the p - 1; of stages between, the mean of both ends counts.
 - Interleaved: each rank has v chunks of the blocks, the model's parts s, s + p, s + 2p and so on. Ranks wait for
   (p - 1) / v micro-batches, rounded up to whole ones; m is a multiple of p. Before its first backward, stage s begins
   2 (p - s - 1) + (v - 1) p + 1 chunks of micro-batches, each of a v-th of its blocks; later it has no more. Every block
