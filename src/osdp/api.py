@@ -158,6 +158,7 @@ def plan(
             loss=loss,
             name=name,
             compute_dtype=training.precision.compute_dtype,
+            held_dtype=training.precision.held_dtype,
             seq_len=seq_len,
             batch=batch,
             device=devices.device,

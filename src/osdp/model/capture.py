@@ -44,6 +44,7 @@ from osdp.model.stages import (
 )
 from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
 from osdp.model.trace import RawTrace
+from osdp.planfile import Granularity
 from osdp.recompute import EVERY_RECOMPUTE, Recompute
 
 _log = logging.getLogger("osdp")
@@ -56,6 +57,7 @@ def capture(
     loss: Callable[[Any], Tensor] | None = None,
     name: str | None = None,
     compute_dtype: str = "bf16",
+    held_dtype: str = "fp32",
     seq_len: int | None = None,
     batch: int | None = None,
     device: Device | None = None,
@@ -66,9 +68,10 @@ def capture(
 
     `example_inputs` is a tuple of positional inputs, a dict of keyword inputs, or a function of the batch size that
     returns both; values of real tensors are used where the model asks for them, see [Note: Values]. `loss` maps the
-    model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `batch` is the batch
-    size to measure at where costs do not grow in a straight line with it, by default the example's. `device` is the one
-    whose kernels are traced, by default this machine's CPU; see [Note: Device kernels]. With `compiled`, blocks
+    model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `held_dtype` is
+    that of parameters that no unit has gathered, where a model asks for it; see [Note: Held dtype]. `batch` is the
+    batch size to measure at where costs do not grow in a straight line with it, by default the example's. `device` is
+    the one whose kernels are traced, by default this machine's CPU; see [Note: Device kernels]. With `compiled`, blocks
     have the memory that they have compiled; see [Note: Compiled traces]. With `on_host`, blocks are traced with their
     input on the host too; see [Note: Input on the host].
     The model may live on any device, the meta device included; it is neither changed nor run.
@@ -82,7 +85,7 @@ def capture(
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
             size = batch or _own_batch(example_inputs)
-            asked = _Asked(model, inputs, loss, compute_dtype, size, device, name, on_host)
+            asked = _Asked(model, inputs, loss, compute_dtype, held_dtype, size, device, name, on_host)
             try:
                 taken = _taken(asked)
                 graph = (taken.compiled() if compiled else taken).graph(model, name, seq_len)
@@ -126,6 +129,7 @@ class _Asked:
     inputs: Inputs
     loss: Callable[[Any], Tensor] | None
     dtype: str
+    held_dtype: str
     batch: int
     device: Device | None
     name: str
@@ -156,6 +160,7 @@ class _Asked:
             root_is_operator=self.root_is_operator,
             device=self.device,
             not_units=self.not_units,
+            held_dtype=self.held_dtype,
         )
 
 
@@ -282,6 +287,26 @@ class _Taken:
         notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units)]
         return _Taken(asked, run, short, blocks, operators, plain, again, cuts, raw, batches, notes)
 
+    @cached_property
+    def finer(self) -> dict[Granularity, _Taken | None]:
+        """The captures with smaller units than blocks that differ from this one; see [Note: Held dtype].
+
+        None where the model does not run so.
+        """
+        found: dict[Granularity, _Taken | None] = {}
+        differs = {each for raw in self.raw.values() for each in raw.differs} if self.blocks and not self.ran else ()
+        for granularity in sorted(differs):
+            run = replace(self.run, granularity=granularity)
+            try:
+                raw = {batch: run.plain(batch) for batch in self.batches}
+                taken = _Taken._read(self.asked, run, self.short, self.batches, raw)
+                found[granularity] = taken if taken.blocks == self.blocks else None
+            except Exception as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+                self.notes.append(f"blocks are not gathered by {granularity}: one fails ({reason})")
+                found[granularity] = None
+        return found
+
     def compiled(self) -> _Taken:
         """The same with compiled blocks; see [Note: Compiled traces] in compiled_blocks.py."""
         if not self.blocks:
@@ -345,6 +370,7 @@ class _Taken:
 
     def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
         parameters = _parameters(model)
+        finer = {each: None if taken is None else taken._stages for each, taken in self.finer.items()}
         modules = dict(model.named_modules())
         costs = measure_operators(self.raw, self.plain, self.operators)
         short_name = self.short.name if self.short is not None else str
@@ -359,7 +385,7 @@ class _Taken:
             compute_dtype=self.asked.dtype,
             parameters=parameters,
             operators=operators,
-            stages=_numbered(self._stages, modules, operators),
+            stages=_numbered(self._stages, modules, operators, finer),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=self._input_bytes(),
             batches=(*self.batches, CHECKED) if len(self.batches) > 1 else self.batches,
@@ -481,6 +507,7 @@ def _numbered(
     stages: Sequence[_Traced],
     modules: Mapping[str, nn.Module],
     operators: Mapping[str, Operator],
+    finer: Mapping[Granularity, Sequence[_Traced] | None],
 ) -> tuple[Stage, ...]:
     kinds: dict[object, int] = {}
     numbered = []
@@ -492,15 +519,36 @@ def _numbered(
             owned = tuple(name for name in operators if name in entered and name not in inside)
             key: object = ("outside", index)
             parts: tuple[str, ...] = ()
+            smaller: dict[Granularity, _Traced | None] = {}
         else:
             owned = tuple(operators_below(modules[block], block))
             parts = tuple(find_parts(modules[block], block))
-            shapes = [trace and shape_of(trace, block) for trace in (plain, *others)]
-            key = (signature(modules[block]), *shapes)
+            smaller = {each: None if traced is None else traced[index] for each, traced in finer.items()}
+            every = (stages[index], *(each for each in smaller.values() if each is not None))
+            shapes = [trace and shape_of(trace, block) for _, *traces in every for trace in traces]
+            key = (signature(modules[block]), *smaller, *shapes)
         name = block or ("start" if index == 0 else "end" if index + 1 == len(stages) else f"between.{index}")
         number = kinds.setdefault(key, len(kinds))
-        numbered.append(Stage(name, block is not None, number, owned, parts, plain, *others))
+        recomputed, selective, on_host = others
+        stage = Stage(name, block is not None, number, owned, parts, plain, recomputed, selective, on_host)
+        by = {each: None if traced is None else _as_traced(stage, traced) for each, traced in smaller.items()}
+        numbered.append(replace(stage, finer=by) if by else stage)
     return tuple(numbered)
+
+
+def _as_traced(stage: Stage, traced: _Traced) -> Stage:
+    """The stage with other traces, timed as its own."""
+
+    def timed(trace: Trace, own: Trace | None) -> Trace:
+        return replace(trace, timed_as=(own or stage.plain).signature)
+
+    return replace(
+        stage,
+        plain=timed(traced.plain, stage.plain),
+        recomputed=traced.recomputed and timed(traced.recomputed, stage.recomputed),
+        selective=traced.selective and timed(traced.selective, stage.selective),
+        on_host=traced.on_host and timed(traced.on_host, stage.on_host),
+    )
 
 
 def _tensor_bytes(tree: Any) -> int:

@@ -9,7 +9,7 @@ every other), the graph is of one batch size, and plans are for that one only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -32,13 +32,15 @@ from osdp.model.fake import (
     without_layerdrop,
 )
 from osdp.model.graph import Affine, Trace
+from osdp.model.held_dtype import HeldDtypes, units_by_granularity
 from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss, tensors_in
 from osdp.model.pace import Pace
 from osdp.model.shorten import Short
 from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
-from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
+from osdp.model.structure import find_parts, own_blocks, owns_parameters
 from osdp.model.trace import RawTrace, Recorder, run_trace
 from osdp.model.values import NOT_DROPPED, Values, fake_of
+from osdp.planfile import WHOLE, Granularity
 from osdp.recompute import Recompute
 
 BATCHES = (2, 3)
@@ -61,6 +63,8 @@ class Runner:
     device: Device | None
     not_units: frozenset[str] = frozenset()  # see [Note: Used outside] in parameter_uses.py
     pace: Pace | None = None
+    held: torch.dtype = torch.float32  # see [Note: Held dtype] in held_dtype.py, also of the next one
+    granularity: Granularity = WHOLE
 
     @staticmethod
     def of(
@@ -74,6 +78,7 @@ class Runner:
         root_is_operator: bool,
         device: Device | None,
         not_units: Iterable[str] = (),
+        held_dtype: str = "fp32",
     ) -> Runner:
         with mode:
             fake = fake_copy(model, DTYPES[dtype], short.left_out(model) if short is not None else ())
@@ -83,7 +88,8 @@ class Runner:
                 short.cut(fake)
         out = frozenset(short.name(name) if short is not None else name for name in not_units)
         blocks = [block for block in own_blocks(fake) if block not in out]
-        return Runner(fake, inputs, loss, mode, blocks, DTYPES[dtype], bool(dropped), root_is_operator, device, out)
+        kind, held = DTYPES[dtype], DTYPES[held_dtype]
+        return Runner(fake, inputs, loss, mode, blocks, kind, bool(dropped), root_is_operator, device, out, held=held)
 
     @property
     def operators(self) -> set[str]:
@@ -122,6 +128,7 @@ class Runner:
     def _run(
         self, batch: int, recompute: Mapping[str, Recompute], *, book_saved: bool, compiled: bool = False
     ) -> RawTrace:
+        units = units_by_granularity(self.model, self.blocks, self.not_units)
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
@@ -134,8 +141,11 @@ class Runner:
                     watched=self.outermost if compiled else self.watched,
                     recompute=recompute,
                     book_saved=book_saved,
-                    cast=units_of(self.model, self.blocks, self.not_units),
+                    cast=[self.model, *(self.model.get_submodule(name) for name in sorted(units[self.granularity]))],
                     input_dtype=self.dtype,
+                    held=HeldDtypes(
+                        self.held, self.dtype, units, self.granularity, compiled=self.blocks if compiled else ()
+                    ),
                     pace=self.pace,
                 )
         trace.assumptions = [*([f"{NOT_DROPPED} (layerdrop)"] if self.layers_dropped else []), *values.assumptions]
@@ -148,14 +158,6 @@ def watched(model: nn.Module, blocks: Sequence[str], more: Iterable[str] = ()) -
     parts = [part for block in blocks for part in find_parts(modules[block], block)]
     names = {*blocks, *parts, *more}
     return {name: module for name, module in modules.items() if name in names or owns_parameters(module)}
-
-
-def units_of(model: nn.Module, blocks: Sequence[str], not_units: Set[str] = frozenset()) -> list[nn.Module]:
-    """The modules whose floating inputs FSDP2 casts: the model, its blocks, and the operators outside them."""
-    modules = dict(model.named_modules())
-    inside = {name for block in blocks for name in operators_below(modules[block], block)} | not_units
-    outside = [m for name, m in modules.items() if name and owns_parameters(m) and name not in inside]
-    return [model, *(modules[block] for block in blocks if block), *outside]
 
 
 @dataclass
@@ -187,7 +189,7 @@ class Recomputed:
 def try_recompute(run: Runner, batches: Sequence[int], cuts: Sequence[Cut]) -> Recomputed:
     """Recomputes all blocks, else the kinds of blocks that can be: the others lose the option."""
     found = _try_full(run, batches, cuts)
-    if found.trace is None:
+    if found.trace is None or run.granularity != WHOLE:  # selectively only blocks that are one unit are
         return found
     blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
     try:

@@ -30,6 +30,7 @@ class GrowingTrace:
     moved: IntArray
     live: IntArray
     mark_live: IntArray
+    cast_live: IntArray
     end_live: IntArray
     kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     workspaces: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
@@ -88,6 +89,7 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         lines("moved"),
         lines("live"),
         lines("mark_live"),
+        lines("cast_live"),
         lines("end_live"),
         np.array(first.kinds, dtype=np.int64),
         lines("workspaces"),
@@ -248,6 +250,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 mark=trace.marks[index],
                 peak=upper_lines(points),
                 end=Affine(int(end[0] - base[0]), int(end[1] - base[1])),
+                begin=upper_lines(np.stack([trace.mark_live[index], trace.cast_live[index]]) - base),
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
@@ -278,6 +281,7 @@ def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
             s.mark.recomputed,
             s.peak,
             s.end,
+            s.begin,
             s.flops.tobytes(),
             s.moved.tobytes(),
         )

@@ -17,11 +17,13 @@ from torch.utils.flop_counter import flop_registry
 
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
+from osdp.model.held_dtype import HeldDtypes
 from osdp.model.inputs import CaptureError, map_tensors
 from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace, transposed_depth
 from osdp.model.pace import KERNELS, Pace
 from osdp.model.parameter_uses import ParameterUses
 from osdp.model.selective import checkpointed
+from osdp.planfile import Granularity
 from osdp.recompute import Recompute
 
 _DEVICE = torch.ops.prim.device.default
@@ -40,6 +42,7 @@ class RawTrace:
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
     mark_live: list[int] = field(default_factory=list)
+    cast_live: list[int] = field(default_factory=list)  # at a mark, once what the unit is given is cast
     backward_mark: int = 0  # marks from here on belong to the backward pass
     saved: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
@@ -47,6 +50,7 @@ class RawTrace:
     end_live: int = 0
     assumptions: list[str] = field(default_factory=list)
     used_outside: dict[str, str] = field(default_factory=dict)  # see [Note: Used outside] in parameter_uses.py
+    differs: set[Granularity] = field(default_factory=set)  # see [Note: Held dtype] in held_dtype.py
 
 
 class Recorder(TorchDispatchMode):
@@ -102,6 +106,11 @@ class Recorder(TorchDispatchMode):
         self.trace.marks.append(Mark(kind, name, recomputed))
         self.trace.mark_kernel.append(len(self.trace.live))
         self.trace.mark_live.append(self.live)
+        self.trace.cast_live.append(self.live)
+
+    def cast(self) -> None:
+        """The unit that was just entered has cast what it is given: FSDP2 gathers it only then."""
+        self.trace.cast_live[-1] = self.live
 
     def _freed(self, key: int, _: object) -> None:
         entry = self._alive.pop(key, None)
@@ -139,9 +148,11 @@ class Recorder(TorchDispatchMode):
         while place and trace.mark_kernel[place - 1] > born:
             place -= 1
             trace.mark_live[place] -= nbytes
+            trace.cast_live[place] -= nbytes
         trace.marks.insert(place, Mark("gradient", name))
         trace.mark_kernel.insert(place, born)
         trace.mark_live.insert(place, trace.live[born])
+        trace.cast_live.insert(place, trace.live[born])
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -357,6 +368,7 @@ def run_trace(
     book_saved: bool = False,
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
+    held: HeldDtypes | None = None,
     pace: Pace | None = None,
 ) -> RawTrace:
     """One forward and backward of a model on fake tensors; `recompute` says which modules are checkpointed, and how.
@@ -373,7 +385,7 @@ def run_trace(
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
     for module in cast:
-        casting = functools.partial(_cast_inputs, input_dtype)
+        casting = functools.partial(_cast_inputs, recorder, input_dtype)
         hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
     originals = []
     for name, how in (recompute or {}).items():
@@ -382,7 +394,8 @@ def run_trace(
         host = _TracedHost(recorder, name)
         module.forward = checkpointed(module.forward, how, host=host, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
-        with recorder, hooks.saving() if book_saved else _nothing():
+        seen = _nothing() if held is None else held.seen(model, hooks.inside)
+        with recorder, seen, hooks.saving() if book_saved else _nothing():
             recorder.mark("begin", "")
             uses = recorder.uses = ParameterUses(model, hooks.inside)
             output = model(*args, **kwargs)
@@ -392,6 +405,9 @@ def run_trace(
             recorder.trace.backward_mark = len(recorder.trace.marks)
             recorder.mark("turn", "")
             hooks.in_backward = True
+            if held is not None:
+                held.turn()
+                recorder.trace.differs = held.differs
             scalar.backward()
             recorder.mark("end", "")
             hooks.flush(model)
@@ -411,8 +427,12 @@ def run_trace(
     return recorder.trace
 
 
-def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+def _cast_inputs(
+    recorder: Recorder, dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    given = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+    recorder.cast()
+    return given
 
 
 @contextmanager
