@@ -284,7 +284,7 @@ class _Taken:
             again = try_recompute(run, batches, cuts)
             if asked.on_host:
                 try_on_host(run, batches, cuts, again, lambda: _check_on_host(run, batches[0], plain, cuts, again))
-        notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units)]
+        notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units), *plain.notes]
         return _Taken(asked, run, short, blocks, operators, plain, again, cuts, raw, batches, notes)
 
     @cached_property

@@ -113,7 +113,8 @@ class Runner:
         return self._run(batch, {}, book_saved=True)
 
     def check(self, batch: int) -> RawTrace:
-        return self._run(batch, {}, book_saved=False)
+        """One that checks the others, in a process of its own: it measures nothing."""
+        return self._run(batch, {}, book_saved=False, measures=False)
 
     def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
         return self._run(batch, how, book_saved=False)
@@ -126,10 +127,17 @@ class Runner:
             return self._run(batch, around, book_saved=False, compiled=True)
 
     def _run(
-        self, batch: int, recompute: Mapping[str, Recompute], *, book_saved: bool, compiled: bool = False
+        self,
+        batch: int,
+        recompute: Mapping[str, Recompute],
+        *,
+        book_saved: bool,
+        compiled: bool = False,
+        measures: bool = True,
     ) -> RawTrace:
         units = units_by_granularity(self.model, self.blocks, self.not_units)
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
+        is_real = self.device is None or self.device.is_cpu
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
             with sequences_not_packed(kwargs), kernels_of(self.device, self.model, compiled=compiled):
@@ -146,6 +154,7 @@ class Runner:
                     held=HeldDtypes(
                         self.held, self.dtype, units, self.granularity, compiled=self.blocks if compiled else ()
                     ),
+                    measures=measures and is_real and not compiled,
                     pace=self.pace,
                 )
         trace.assumptions = [*([f"{NOT_DROPPED} (layerdrop)"] if self.layers_dropped else []), *values.assumptions]

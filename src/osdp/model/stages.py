@@ -10,6 +10,7 @@ import numpy as np
 from osdp.model.graph import Affine, IntArray, Mark, Segment, Trace
 from osdp.model.inputs import CaptureError
 from osdp.model.kernels import KernelKind
+from osdp.model.measured_space import Lines, space_lines
 from osdp.model.trace import RawTrace
 
 _ROOT_LEFT = Mark("leave", "")
@@ -35,6 +36,14 @@ class GrowingTrace:
     kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     workspaces: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     depths: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    measured: Mapping[int, Lines] = field(default_factory=dict)  # by kernel, see [Note: Measured space]
+    left_out: int = 0  # kernels that should have been measured
+
+    @property
+    def notes(self) -> list[str]:
+        """What a plan for CPUs does not count."""
+        line = f"{self.left_out} convolutions are too large to be tried: what they work in is not in a plan for CPUs"
+        return [line] if self.left_out else []
 
     def at(self, batch: int) -> IntArray:
         return self.live @ np.array([1, batch])
@@ -94,6 +103,7 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         np.array(first.kinds, dtype=np.int64),
         lines("workspaces"),
         lines("depths"),
+        *space_lines(first.to_measure, second.to_measure, (b0, b1)),
     )
 
 
@@ -256,7 +266,10 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 kinds=trace.kinds[first_kernel:last_kernel],
                 products=_worked(trace, first_kernel, last_kernel, base, attention=False, by=0),
                 worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
-                attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
+                attended=(
+                    *_worked(trace, first_kernel, last_kernel, base, attention=True),
+                    *_measured(trace, first_kernel, last_kernel, base),
+                ),
                 depths=upper_lines(trace.depths[first_kernel:last_kernel]),
             )
         )
@@ -270,6 +283,12 @@ def _worked(
     workspaces = trace.workspaces[first:last]
     taken = workspaces.any(axis=1) & ((trace.kinds[first:last] != KernelKind.MATMUL) == attention)
     return upper_lines(trace.live[first:last][taken] + by * workspaces[taken] - base) if taken.any() else ()
+
+
+def _measured(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[Affine, ...]:
+    """The levels of kernels whose working space was measured, with it; see [Note: Measured space]."""
+    levels = [trace.live[place] + line - base for place in range(first, last) for line in trace.measured.get(place, ())]
+    return upper_lines(np.stack(levels)) if levels else ()
 
 
 def shape_of(trace: Trace, block: str) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ from osdp.model.graph import Mark
 from osdp.model.held_dtype import HeldDtypes
 from osdp.model.inputs import CaptureError, map_tensors
 from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace, transposed_depth
+from osdp.model.measured_space import Kernel, kernel_of
 from osdp.model.pace import KERNELS, Pace
 from osdp.model.parameter_uses import ParameterUses
 from osdp.model.selective import checkpointed
@@ -38,6 +39,7 @@ class RawTrace:
     kinds: list[int] = field(default_factory=list)
     workspaces: list[int] = field(default_factory=list)  # see [Note: Workspaces] in kernels.py
     depths: list[int] = field(default_factory=list)  # of products whose first matrix is transposed, see the same note
+    to_measure: dict[int, Kernel] = field(default_factory=dict)  # see [Note: Measured space] in measured_space.py
     live: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
@@ -56,8 +58,9 @@ class RawTrace:
 class Recorder(TorchDispatchMode):
     """Counts FLOPs, bytes moved and bytes alive, kernel by kernel. Storages in `outside` do not count."""
 
-    def __init__(self, outside: set[int], pace: Pace | None = None) -> None:
+    def __init__(self, outside: set[int], pace: Pace | None = None, *, measures: bool = False) -> None:
         super().__init__()
+        self._measures = measures
         self.trace = RawTrace()
         self._pace = pace
         self.live = 0
@@ -178,7 +181,13 @@ class Recorder(TorchDispatchMode):
             inputs = [*inputs[1:], *outputs]  # reads the rows that it puts out, not the whole table
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
         self._point(int(flops), moved, kernel_kind(func, args, kwargs, int(flops)), *self._workspace(func, args))
+        if self._measures and (kernel := kernel_of(func, args, int(flops))) is not None:
+            self._works(kernel)
         return out
+
+    def _works(self, kernel: Kernel) -> None:
+        """The last kernel works in space that is to be measured."""
+        self.trace.to_measure[len(self.trace.live) - 1] = kernel
 
     def _workspace(self, func: Any, args: Sequence[Any]) -> tuple[int, int]:
         """The working space, and the depth of a product that may need more than that."""
@@ -369,6 +378,7 @@ def run_trace(
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
     held: HeldDtypes | None = None,
+    measures: bool = False,
     pace: Pace | None = None,
 ) -> RawTrace:
     """One forward and backward of a model on fake tensors; `recompute` says which modules are checkpointed, and how.
@@ -381,7 +391,7 @@ def run_trace(
         *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
     ]
     names = {name for name, _ in model.named_parameters()}
-    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace)
+    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace, measures=measures)
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
     for module in cast:
