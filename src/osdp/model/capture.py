@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from osdp._torch import FakeTensorMode
 from osdp.cluster.device import Device
 from osdp.model.compile_runs import try_compiled
-from osdp.model.compiled_blocks import StageTraces
+from osdp.model.compiled_blocks import StageTraces, reason_of
 from osdp.model.fake import refuse_own_checkpointing, refuse_sparse_gradients, refuse_uninitialized
 from osdp.model.fork_worker import ForkWorker, no_garbage_collection
 from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
@@ -87,7 +87,7 @@ def capture(
             size = batch or _own_batch(example_inputs)
             asked = _Asked(model, inputs, loss, compute_dtype, held_dtype, size, device, name, on_host)
             try:
-                taken = _taken(asked)
+                taken = _taken_as_held(asked)
                 graph = (taken.compiled() if compiled else taken).graph(model, name, seq_len)
             except Exception as error:
                 first = first or error
@@ -99,6 +99,21 @@ def capture(
             return graph
     assert first is not None
     raise refused(model, first) from first
+
+
+def _taken_as_held(asked: _Asked) -> _Taken:
+    """Where dtypes of parameters that are not gathered stop the model, it is taken without, and that is said."""
+    try:
+        return _taken(asked)
+    except Exception as error:
+        if asked.held_dtype == asked.dtype or "dtype" not in str(error).lower():
+            raise
+        taken = _taken(replace(asked, held_dtype=asked.dtype))
+        taken.notes.append(
+            f"where it asks for the dtype of a parameter that is not gathered, {asked.name} fails, as it may on ranks:"
+            f" FSDP2 holds them in {asked.held_dtype} ({reason_of(error)})"
+        )
+        return taken
 
 
 def _unused_line(graph: ModelGraph) -> str:
@@ -302,8 +317,7 @@ class _Taken:
                 taken = _Taken._read(self.asked, run, self.short, self.batches, raw)
                 found[granularity] = taken if taken.blocks == self.blocks else None
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-                self.notes.append(f"blocks are not gathered by {granularity}: one fails ({reason})")
+                self.notes.append(f"blocks are not gathered by {granularity}: one fails ({reason_of(error)})")
                 found[granularity] = None
         return found
 

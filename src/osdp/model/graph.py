@@ -151,9 +151,9 @@ class Segment:
     """What runs between one mark and the next: `mark` opens it. See [Note: Trace].
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
-    closes, `begin` the lines of those once the unit that is entered has cast what it is given, all relative to the
-    start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
-    `kinds` its `KernelKind`. `products` are the lines of products; `worked` are those of products with their working
+    closes, `begin` the line of those once the unit that is entered has cast what it is given, if it casts, all relative
+    to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel, `kinds` its
+    `KernelKind`. `products` are the lines of products; `worked` are those of products with their working
     space, `attended` those of attention and of kernels whose space is measured; `depths` of the depth of products that
     may need more. See [Note: Workspaces] in kernels.py, and [Note: Measured space] in measured_space.py.
     """

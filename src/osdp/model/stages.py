@@ -260,7 +260,7 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 mark=trace.marks[index],
                 peak=upper_lines(points),
                 end=Affine(int(end[0] - base[0]), int(end[1] - base[1])),
-                begin=upper_lines(np.stack([trace.mark_live[index], trace.cast_live[index]]) - base),
+                begin=_cast(trace, index, base),
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
@@ -283,6 +283,12 @@ def _worked(
     workspaces = trace.workspaces[first:last]
     taken = workspaces.any(axis=1) & ((trace.kinds[first:last] != KernelKind.MATMUL) == attention)
     return upper_lines(trace.live[first:last][taken] + by * workspaces[taken] - base) if taken.any() else ()
+
+
+def _cast(trace: GrowingTrace, mark: int, base: IntArray) -> tuple[Affine, ...]:
+    """The level once a unit has cast what it is given; none where it casts nothing."""
+    level = trace.cast_live[mark]
+    return () if (level == trace.mark_live[mark]).all() else upper_lines(level[None] - base)
 
 
 def _measured(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[Affine, ...]:
