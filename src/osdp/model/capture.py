@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from osdp.model.compile_runs import try_compiled
 from osdp.model.compiled_blocks import StageTraces, reason_of
 from osdp.model.fake import refuse_own_checkpointing, refuse_sparse_gradients, refuse_uninitialized
 from osdp.model.fork_worker import ForkWorker, no_garbage_collection
-from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
+from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
 from osdp.model.pace import Pace, check_said
@@ -31,6 +31,7 @@ from osdp.model.parameter_uses import said_of
 from osdp.model.refused import refused
 from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_on_host, try_recompute
 from osdp.model.shorten import Short, shortened
+from osdp.model.stage_rows import TracedStage, numbered_stages
 from osdp.model.stages import (
     CaptureError,
     Cut,
@@ -42,7 +43,7 @@ from osdp.model.stages import (
     renamed,
     shape_of,
 )
-from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
+from osdp.model.structure import own_blocks, owns_parameters, split_dim
 from osdp.model.trace import RawTrace
 from osdp.planfile import Granularity
 from osdp.recompute import EVERY_RECOMPUTE, Recompute
@@ -349,11 +350,11 @@ class _Taken:
         )
 
     @cached_property
-    def _stages(self) -> list[_Traced]:
+    def _stages(self) -> list[TracedStage]:
         """Every stage of the full model: its block's name, and its traces."""
         names = self.short.stands_for if self.short else {}
-        found: list[_Traced] = []
-        stages: list[_Traced] = []
+        found: list[TracedStage] = []
+        stages: list[TracedStage] = []
 
         def expand() -> None:
             """The blocks since the last stage outside them: as they ran, or where some were cut, list by list.
@@ -368,17 +369,17 @@ class _Taken:
                     if stand_in in traced and stand_in.rpartition(".")[0] == container:
                         _, plain, *others = traced[stand_in]
                         again = [trace and renamed(trace, (stand_in, name)) for trace in others]
-                        stages.append(_Traced(name, renamed(plain, (stand_in, name)), *again))
+                        stages.append(TracedStage(name, renamed(plain, (stand_in, name)), *again))
             found.clear()
 
         for index, cut in enumerate(self.cuts):
             plain, recomputed, selective, on_host = self._traces(index)
             if cut.block is not None:
-                found.append(_Traced(cut.block, plain, recomputed, selective, on_host))
+                found.append(TracedStage(cut.block, plain, recomputed, selective, on_host))
                 continue
             expand()
             differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")
-            stages.append(_Traced(None, plain, recomputed if differs else None, None, None))
+            stages.append(TracedStage(None, plain, recomputed if differs else None, None, None))
         expand()
         return stages
 
@@ -399,7 +400,7 @@ class _Taken:
             compute_dtype=self.asked.dtype,
             parameters=parameters,
             operators=operators,
-            stages=_numbered(self._stages, modules, operators, finer),
+            stages=numbered_stages(self._stages, modules, operators, finer),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=self._input_bytes(),
             batches=(*self.batches, CHECKED) if len(self.batches) > 1 else self.batches,
@@ -424,16 +425,6 @@ class _Taken:
         reached = {mark.name for mark in self.plain.marks if mark.kind == "gradient"}
         short_name = self.short.name if self.short is not None else str
         return tuple(name for name, p in parameters.items() if p.trainable and short_name(name) not in reached)
-
-
-class _Traced(NamedTuple):
-    """The traces of a stage of the full model; see `Stage`."""
-
-    block: str | None
-    plain: Trace
-    recomputed: Trace | None
-    selective: Trace | None
-    on_host: Trace | None
 
 
 def _check_on_host(run: Runner, batch: int, plain: GrowingTrace, cuts: Sequence[Cut], again: Recomputed) -> None:
@@ -515,54 +506,6 @@ def _operator(name: str, module: nn.Module, canonical: Mapping[str, str], costs:
     prefix = f"{name}." if name else ""
     owned = tuple(canonical[prefix + key] for key, value in module._parameters.items() if value is not None)
     return Operator(name, type(module).__name__, owned, split_dim=split_dim(module), **costs.__dict__)
-
-
-def _numbered(
-    stages: Sequence[_Traced],
-    modules: Mapping[str, nn.Module],
-    operators: Mapping[str, Operator],
-    finer: Mapping[Granularity, Sequence[_Traced] | None],
-) -> tuple[Stage, ...]:
-    kinds: dict[object, int] = {}
-    numbered = []
-    blocks = {stage.block for stage in stages if stage.block is not None}
-    inside = {name for block in blocks for name in operators_below(modules[block], block)}
-    for index, (block, plain, *others) in enumerate(stages):
-        if block is None:
-            entered = {s.mark.name for s in plain.forward if s.mark.kind == "enter"}
-            owned = tuple(name for name in operators if name in entered and name not in inside)
-            key: object = ("outside", index)
-            parts: tuple[str, ...] = ()
-            smaller: dict[Granularity, _Traced | None] = {}
-        else:
-            owned = tuple(operators_below(modules[block], block))
-            parts = tuple(find_parts(modules[block], block))
-            smaller = {each: None if traced is None else traced[index] for each, traced in finer.items()}
-            every = (stages[index], *(each for each in smaller.values() if each is not None))
-            shapes = [trace and shape_of(trace, block) for _, *traces in every for trace in traces]
-            key = (signature(modules[block]), *smaller, *shapes)
-        name = block or ("start" if index == 0 else "end" if index + 1 == len(stages) else f"between.{index}")
-        number = kinds.setdefault(key, len(kinds))
-        recomputed, selective, on_host = others
-        stage = Stage(name, block is not None, number, owned, parts, plain, recomputed, selective, on_host)
-        by = {each: None if traced is None else _as_traced(stage, traced) for each, traced in smaller.items()}
-        numbered.append(replace(stage, finer=by) if by else stage)
-    return tuple(numbered)
-
-
-def _as_traced(stage: Stage, traced: _Traced) -> Stage:
-    """The stage with other traces, timed as its own."""
-
-    def timed(trace: Trace, own: Trace | None) -> Trace:
-        return replace(trace, timed_as=(own or stage.plain).signature)
-
-    return replace(
-        stage,
-        plain=timed(traced.plain, stage.plain),
-        recomputed=traced.recomputed and timed(traced.recomputed, stage.recomputed),
-        selective=traced.selective and timed(traced.selective, stage.selective),
-        on_host=traced.on_host and timed(traced.on_host, stage.on_host),
-    )
 
 
 def _tensor_bytes(tree: Any) -> int:
