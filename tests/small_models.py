@@ -134,8 +134,10 @@ def source(name: str) -> ModelSource:
 
 
 @made_once
-def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU", **more: bool) -> ModelGraph:
-    """The model with the kernels of a device; `on_host` and `compiled` are those of `capture`."""
+def captured(
+    name: str, compute_dtype: str = "bf16", on: str = "CPU", *, held_dtype: str = "fp32", **more: bool
+) -> ModelGraph:
+    """The model with the kernels of a device; `held_dtype`, `on_host` and `compiled` are those of `capture`."""
     model = source(name)
     return capture(
         model.build_on_meta(),
@@ -143,6 +145,7 @@ def captured(name: str, compute_dtype: str = "bf16", on: str = "CPU", **more: bo
         loss=model.loss,
         name=model.name,
         compute_dtype=compute_dtype,
+        held_dtype=held_dtype,
         seq_len=model.seq_len,
         device=device(on),
         **more,

@@ -106,7 +106,8 @@ class Row(NamedTuple):
 
 def laid_out(case: Case) -> tuple[Layout, list[Option]]:
     on_host = Recompute.ON_HOST in case.recompute
-    graph = captured(case.model, case.training.precision.compute_dtype, case.device, on_host=on_host)
+    precision = case.training.precision
+    graph = captured(case.model, precision.compute_dtype, case.device, held_dtype=precision.held_dtype, on_host=on_host)
     variants, chosen, block = Variants(graph), [], 0
     for index, stage in enumerate(graph.stages):
         known = {variant.granularity for variant in variants.of(index)}
@@ -290,10 +291,13 @@ MODEL_CASES = [
     Case((FREE, KEEP), model="bert", granularity=OPERATORS, recompute=ALL),
     Case((FREE, KEEP, REPLICATE), model="gpt2"),
     Case((FREE, KEEP), model="gpt2", granularity=OPERATORS),
-    Case((FREE, KEEP, REPLICATE), model="vit", known=(9216, 0)),
+    # asks for the dtype of a weight that is not gathered; see [Note: Held dtype] in osdp.model.held_dtype
+    Case((FREE, KEEP, REPLICATE), model="vit"),
     Case((FREE, KEEP, REPLICATE), model="vit", precision="fp32", recompute=ALL),
     Case((FREE, KEEP, REPLICATE), model="t5"),
     Case((FREE, KEEP), model="gpt-pyramid"),
+    # gathered by operators it computes more in fp32; its position bias, and a gradient's cast, are counted too long
+    Case(model="t5", granularity=OPERATORS, known=(4736, 0)),
 ]
 CARRIED_CASES = [  # on gloo, where the runtime carries the collectives itself
     *(replace(case, device="CPU") for case in (*MODES_ALONE, *MIXTURES, *PRECISION_CASES, *WORLD_CASES)),

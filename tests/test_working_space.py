@@ -1,6 +1,7 @@
-"""Claims: matrix products in 16 bits allocate no more than plans for CPUs count, and that counts where they run.
+"""Claims: what kernels allocate while they run on a CPU is no more than a plan counts, and it counts where they run.
 
-See [Note: Workspaces] in osdp.model.kernels.
+Matrix products in 16 bits by a bound ([Note: Workspaces] in osdp.model.kernels), convolutions as they are measured
+([Note: Measured space] in osdp.model.measured_space).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from osdp.cpu_memory import peak_above_start
 from osdp.model.capture import capture
 from osdp.model.kernels import DEEP, WORKSPACE_BYTES, product_workspace, transposed_depth
-from osdp.profiling.trial import peak_above_start
 
 
 def drawn(draw: random.Random) -> tuple[Tensor, Tensor]:
@@ -62,3 +63,47 @@ def test_working_space_counts_at_the_level_of_its_product() -> None:
     highest = max(stage.plain.backward, key=lambda segment: segment.peak_at(2))
     assert any(line.at(2) >= DEEP for line in highest.depths)
     assert highest.peak_at(2, workspaces=True) == highest.peak_at(2)
+
+
+class Convolving(nn.Module):
+    def __init__(self, convolution: nn.Module) -> None:
+        super().__init__()
+        self.convolution = convolution
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x).sum()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [(nn.Conv2d(3, 32, 4, 4), (3, 16, 16)), (nn.Conv2d(16, 32, 3, padding=1), (16, 16, 16))],
+)
+def test_convolutions_take_what_is_counted_at_batch_sizes_that_were_not_traced(
+    convolution: nn.Module, shape: tuple[int, ...], dtype: str
+) -> None:
+    """Here the space is most of what a step takes: 16,384 of 16,648 bytes of the patches of two small images."""
+    model, threads = Convolving(convolution), torch.get_num_threads()
+    [stage] = capture(model, (torch.zeros(2, *shape),), compute_dtype=dtype, held_dtype=dtype).stages
+    model = Convolving(convolution).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    torch.set_num_threads(1)
+    try:
+        for batch in (1, 4, 40):
+            x = torch.zeros(batch, *shape, dtype=next(model.parameters()).dtype)
+
+            def step(x: Tensor = x) -> None:
+                model(x).backward()
+                model.zero_grad()
+
+            step()
+            saved = stage.plain.forward_delta.at(batch)
+            forward, backward = (
+                max(segment.peak_at(batch, workspaces=True) for segment in segments)
+                for segments in (stage.plain.forward, stage.plain.backward)
+            )
+            counted = max(forward, saved + backward + gradients)
+            taken = min(peak_above_start(step) for _ in range(2))
+            assert taken <= counted <= 2.5 * taken, batch
+    finally:
+        torch.set_num_threads(threads)

@@ -193,6 +193,7 @@ def _planned(case: Case) -> tuple[int, dict[str, Any]]:
         loss=source.loss,
         name=source.name,
         compute_dtype=training.precision.compute_dtype,
+        held_dtype=training.precision.held_dtype,
         seq_len=source.seq_len,
         batch=case.batch,
     )

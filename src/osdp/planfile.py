@@ -29,6 +29,8 @@ Samples = Annotated[int, Meta(ge=1, le=1 << 32)]  # a tiny model on a large devi
 Whole = Annotated[int, Meta(ge=0, le=1 << 60)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Granularity = Literal["whole", "parts", "operators"]
+GRANULARITIES: tuple[Granularity, ...] = ("whole", "parts", "operators")
+WHOLE, PARTS, OPERATORS = GRANULARITIES
 Depth = Literal[1, 2]  # of prefetch
 NotNegative = Annotated[float, Meta(ge=0, le=1e15)]
 

@@ -110,6 +110,7 @@ class Request:
             loss=self.example.loss,
             name=self.example.name,
             compute_dtype=self.training.precision.compute_dtype,
+            held_dtype=self.training.precision.held_dtype,
             seq_len=self.example.seq_len,
             batch=self.batching.batch,
             device=self.cluster.device,

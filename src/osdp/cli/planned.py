@@ -42,6 +42,7 @@ def planned_model(plan: Plan, model: str | None, *, eager: bool = False) -> tupl
         source = replace(source, build=lambda: chunk_loss(build(), plan.loss_chunks))
     graph = source.capture(
         PRECISIONS[plan.precision].compute_dtype,
+        held_dtype=PRECISIONS[plan.precision].held_dtype,
         device=plan.cluster.device,
         name=plan.model.name,
         compiled=plan.compiled and not eager,

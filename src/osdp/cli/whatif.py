@@ -154,7 +154,8 @@ def graphs(arguments: argparse.Namespace, lengths: Sequence[int | None]) -> Iter
     for length in lengths:
         say(arguments, "tracing the model" + (f" at {length} tokens" if length else ""))
         source = load_model(arguments.model, seq_len=length)
-        yield source.capture(PRECISIONS[arguments.precision].compute_dtype, name=arguments.model)
+        precision = PRECISIONS[arguments.precision]
+        yield source.capture(precision.compute_dtype, held_dtype=precision.held_dtype, name=arguments.model)
 
 
 def say(arguments: argparse.Namespace, sentence: str) -> None:

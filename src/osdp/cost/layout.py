@@ -88,7 +88,7 @@ class StageVariant:
 
     @cached_property
     def trace(self) -> Trace:
-        return self.stage.trace(self.variant.recompute)
+        return self.stage.by(self.variant.granularity).trace(self.variant.recompute)
 
     @cached_property
     def footprints(self) -> tuple[Footprint, ...]:
@@ -96,11 +96,14 @@ class StageVariant:
 
 
 def levels(segments: Sequence[Segment], batch: int, *, workspaces: bool) -> IntArray:
-    """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the segment's peak."""
+    """Activation bytes of every slot, relative to the stage's start: at a mark its level, then the segment's peak.
+
+    A unit that is entered casts what it is given before it is gathered.
+    """
     result = np.zeros(3 * len(segments), dtype=np.int64)
     before = 0
     for index, segment in enumerate(segments):
-        result[3 * index : 3 * index + 2] = before
+        result[3 * index : 3 * index + 2] = max([before, *(line.at(batch) for line in segment.begin)])
         result[3 * index + 2] = segment.peak_at(batch, workspaces=workspaces)
         before = segment.end.at(batch)
     return result

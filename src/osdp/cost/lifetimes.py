@@ -56,7 +56,12 @@ from osdp.cost.positions import (
     Places,
     Position,
 )
-from osdp.cost.slice_lifetimes import all_reduced_slices, shards_of_slices, slices_of_a_second_forward
+from osdp.cost.slice_lifetimes import (
+    all_reduced_slices,
+    reduction_of_the_slice_before,
+    shards_of_slices,
+    slices_of_a_second_forward,
+)
 from osdp.cost.training import Training
 from osdp.cost.units import Option, Sizes, Unit
 from osdp.model.graph import ModelGraph
@@ -396,8 +401,9 @@ def _reduction(option: Option, sizes: Sizes, places: Places, training: Training,
         # The last micro-batch has the input and the result where the earlier ones have the unreduced gradients.
         gradient, waiting = sizes.trained * master, _unreduced_bytes(sizes, training)
         allocations.append(Allocation(BUFFERS, max(0, sent + gradient - max(waiting, gradient)), copied, freed))
-    if option.slices > 1 and under_way:  # the input of the slice before it
-        allocations.append(Allocation(BUFFERS, sent, entry, copied))
+    if option.slices > 1 and under_way:
+        beside = sent + _room(option, sizes, cluster) * reduce
+        allocations.append(reduction_of_the_slice_before(beside, sizes, entry, copied, training))
     if cluster.device.is_cpu:
         allocations.append(Allocation(BUFFERS, _copied_in_bytes(sizes, option, training), entry, copied))
     result = sizes.trained * reduce

@@ -301,6 +301,7 @@ def _raised(segment: Segment, more: Affine) -> Segment:
         products=lines(segment.products),
         worked=lines(segment.worked),
         attended=lines(segment.attended),
+        begin=lines(segment.begin),
     )
 
 
@@ -318,6 +319,7 @@ def _in_every_trace(stage: Stage, change: Callable[[Trace], Trace]) -> Stage:
         plain=change(stage.plain),
         recomputed=stage.recomputed and change(stage.recomputed),
         selective=stage.selective and change(stage.selective),
+        finer={each: finer and _in_every_trace(finer, change) for each, finer in stage.finer.items()},
     )
 
 

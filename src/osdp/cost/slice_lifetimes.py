@@ -106,3 +106,14 @@ def all_reduced_slices(
     begin = places.first_gradient or places.leave_backward
     assert begin is not None
     return [Allocation(BUFFERS, count * sizes.trained * training.reduce_bytes, begin, places.finish)]
+
+
+def reduction_of_the_slice_before(
+    buffers: int, sizes: Sizes, entry: Position, copied: Position, training: Training
+) -> Allocation:
+    """What the reduction of one slice still holds when that of the next begins, and ends only then.
+
+    Of several micro-batches the results of both wait to be added to those of earlier ones.
+    """
+    results = 2 * sizes.trained * training.precision.master_bytes if training.accumulation > 1 else 0
+    return Allocation(BUFFERS, buffers + results, entry, copied)

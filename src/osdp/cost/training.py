@@ -28,6 +28,11 @@ class Precision:
     casts: bool
     reduce_dtype: str  # the default for gradients on the wire
 
+    @property
+    def held_dtype(self) -> str:
+        """That of parameters while no unit has them gathered."""
+        return "fp32" if self.casts else self.compute_dtype
+
 
 class StateFormat(Enum):
     """How an optimizer holds a state of a parameter."""

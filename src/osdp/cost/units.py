@@ -21,14 +21,11 @@ from functools import cached_property, lru_cache
 
 from osdp.cluster import Cluster
 from osdp.cost.sharding import shard_dim
-from osdp.model.graph import ModelGraph, Operator, Parameter, Stage
-from osdp.planfile import Granularity
+from osdp.model.graph import ModelGraph, Operator, Parameter, Stage, is_gathered_alone
+from osdp.planfile import OPERATORS, PARTS, WHOLE, Granularity
 from osdp.sharding import FREE, KEEP, MODES, REPLICATE, Scope, ShardingMode
 
-GRANULARITIES: tuple[Granularity, ...] = ("whole", "parts", "operators")
-WHOLE, PARTS, OPERATORS = GRANULARITIES
 SLICES = (2, 4, 8, 16)
-SMALL_SHARE = 0.02  # an operator below this share of its block's parameters is gathered with the block
 LARGE_NUMEL = 1 << 22  # operators from this size on may be split
 
 
@@ -222,7 +219,7 @@ def stage_units(graph: ModelGraph, stage: Stage) -> dict[Granularity, tuple[Unit
     large = [
         op.name
         for op in operators
-        if not tied & set(op.parameters) and _numel(graph, op) >= SMALL_SHARE * total and op.name != stage.name
+        if not tied & set(op.parameters) and is_gathered_alone(_numel(graph, op), total) and op.name != stage.name
     ]
     parts = [
         part
@@ -233,6 +230,8 @@ def stage_units(graph: ModelGraph, stage: Stage) -> dict[Granularity, tuple[Unit
     choices: dict[Granularity, list[str]] = {WHOLE: [], PARTS: parts, OPERATORS: large}
     found: dict[Granularity, tuple[Unit, ...]] = {}
     for granularity, modules in choices.items():
+        if stage.finer.get(granularity, stage) is None:
+            continue
         units = _block_units(graph, stage, list(dict.fromkeys([*modules, *experts])))
         if granularity == WHOLE or (units not in found.values() and len(units) > 1 and not is_any_unused(graph, units)):
             found[granularity] = units

@@ -149,7 +149,8 @@ def _plans(subject: Subject, cluster: Cluster, precision: str, modes: Sequence[s
     training = Training.of(precision)
 
     def make() -> list[Plan]:
-        graph = subject.source.capture(training.precision.compute_dtype)
+        kind = training.precision
+        graph = subject.source.capture(kind.compute_dtype, held_dtype=kind.held_dtype)
         rules = [Rules(modes=(mode,), split=False, recompute=(Recompute.NONE,), two_levels=False) for mode in modes]
         return [plan_graph(graph, cluster, training, each, batch=subject.samples, accumulation=1) for each in rules]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from osdp._torch import FakeTensorMode
 from osdp.cluster.device import Device
 from osdp.model.compile_runs import try_compiled
-from osdp.model.compiled_blocks import StageTraces
+from osdp.model.compiled_blocks import StageTraces, reason_of
 from osdp.model.fake import refuse_own_checkpointing, refuse_sparse_gradients, refuse_uninitialized
 from osdp.model.fork_worker import ForkWorker, no_garbage_collection
-from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Stage, Trace
+from osdp.model.graph import Affine, Mark, ModelGraph, Operator, Parameter, Trace
 from osdp.model.inputs import Inputs, example_batch, has_rows, scaled_inputs, tensors_in
 from osdp.model.operator_costs import OperatorCosts, measure_operators
 from osdp.model.pace import Pace, depth_said, waiting_said
@@ -32,6 +32,7 @@ from osdp.model.parameter_uses import said_of
 from osdp.model.refused import refused
 from osdp.model.runs import BATCHES, CHECKED, Recomputed, Runner, forward_kernels, try_on_host, try_recompute
 from osdp.model.shorten import Short, shortened
+from osdp.model.stage_rows import TracedStage, numbered_stages
 from osdp.model.stages import (
     CaptureError,
     Cut,
@@ -43,8 +44,9 @@ from osdp.model.stages import (
     renamed,
     shape_of,
 )
-from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters, signature, split_dim
+from osdp.model.structure import own_blocks, owns_parameters, split_dim
 from osdp.model.trace import RawTrace
+from osdp.planfile import Granularity
 from osdp.recompute import EVERY_RECOMPUTE, Recompute
 
 _log = logging.getLogger("osdp")
@@ -57,6 +59,7 @@ def capture(
     loss: Callable[[Any], Tensor] | None = None,
     name: str | None = None,
     compute_dtype: str = "bf16",
+    held_dtype: str = "fp32",
     seq_len: int | None = None,
     batch: int | None = None,
     device: Device | None = None,
@@ -67,9 +70,10 @@ def capture(
 
     `example_inputs` is a tuple of positional inputs, a dict of keyword inputs, or a function of the batch size that
     returns both; values of real tensors are used where the model asks for them, see [Note: Values]. `loss` maps the
-    model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `batch` is the batch
-    size to measure at where costs do not grow in a straight line with it, by default the example's. `device` is the one
-    whose kernels are traced, by default this machine's CPU; see [Note: Device kernels]. With `compiled`, blocks
+    model's output to a scalar; without it the output must be one, or hold one; see `output_loss`. `held_dtype` is
+    that of parameters that no unit has gathered, where a model asks for it; see [Note: Held dtype]. `batch` is the
+    batch size to measure at where costs do not grow in a straight line with it, by default the example's. `device` is
+    the one whose kernels are traced, by default this machine's CPU; see [Note: Device kernels]. With `compiled`, blocks
     have the memory that they have compiled; see [Note: Compiled traces]. With `on_host`, blocks are traced with their
     input on the host too; see [Note: Input on the host].
     The model may live on any device, the meta device included; it is neither changed nor run.
@@ -83,9 +87,9 @@ def capture(
     with no_garbage_collection():
         for inputs in _ways(model, example_inputs):
             size = batch or _own_batch(model, example_inputs)
-            asked = _Asked(model, inputs, loss, compute_dtype, size, device, name, on_host)
+            asked = _Asked(model, inputs, loss, compute_dtype, held_dtype, size, device, name, on_host)
             try:
-                taken = _taken(asked)
+                taken = _taken_as_held(asked)
                 graph = (taken.compiled() if compiled else taken).graph(model, name, seq_len)
             except Exception as error:
                 first = first or error
@@ -97,6 +101,21 @@ def capture(
             return graph
     assert first is not None
     raise refused(model, first) from first
+
+
+def _taken_as_held(asked: _Asked) -> _Taken:
+    """Where dtypes of parameters that are not gathered stop the model, it is taken without, and that is said."""
+    try:
+        return _taken(asked)
+    except Exception as error:
+        if asked.held_dtype == asked.dtype or "dtype" not in str(error).lower():
+            raise
+        taken = _taken(replace(asked, held_dtype=asked.dtype))
+        taken.notes.append(
+            f"where it asks for the dtype of a parameter that is not gathered, {asked.name} fails, as it may on ranks:"
+            f" FSDP2 holds them in {asked.held_dtype} ({reason_of(error)})"
+        )
+        return taken
 
 
 def _unused_line(graph: ModelGraph) -> str:
@@ -127,6 +146,7 @@ class _Asked:
     inputs: Inputs
     loss: Callable[[Any], Tensor] | None
     dtype: str
+    held_dtype: str
     batch: int
     device: Device | None
     name: str
@@ -157,6 +177,7 @@ class _Asked:
             root_is_operator=self.root_is_operator,
             device=self.device,
             not_units=self.not_units,
+            held_dtype=self.held_dtype,
         )
 
 
@@ -297,8 +318,28 @@ class _Taken:
             again = try_recompute(run, batches, cuts, selectively)
             if asked.on_host:
                 try_on_host(run, batches, cuts, again, lambda: _check_on_host(run, batches[0], plain, cuts, again))
-        notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units)]
+        notes = [*next(iter(raw.values())).assumptions, *again.notes, *said_of(asked.not_units), *plain.notes]
         return _Taken(asked, run, short, blocks, operators, plain, again, cuts, raw, batches, notes)
+
+    @cached_property
+    def finer(self) -> dict[Granularity, _Taken | None]:
+        """The captures with smaller units than blocks that differ from this one; see [Note: Held dtype].
+
+        None where the model does not run so.
+        """
+        found: dict[Granularity, _Taken | None] = {}
+        differs = {each for raw in self.raw.values() for each in raw.differs} if self.blocks and not self.ran else ()
+        for granularity in sorted(differs):
+            run = replace(self.run, granularity=granularity, kernels={})
+            try:
+                raw = {batch: run.plain(batch) for batch in self.batches}
+                selectively = partial(run.selectively, self.batches)
+                taken = _Taken._read(self.asked, run, self.short, self.batches, raw, selectively)
+                found[granularity] = taken if taken.blocks == self.blocks else None
+            except Exception as error:
+                self.notes.append(f"blocks are not gathered by {granularity}: one fails ({reason_of(error)})")
+                found[granularity] = None
+        return found
 
     def compiled(self) -> _Taken:
         """The same with compiled blocks; see [Note: Compiled traces] in compiled_blocks.py."""
@@ -328,11 +369,11 @@ class _Taken:
         )
 
     @cached_property
-    def _stages(self) -> list[_Traced]:
+    def _stages(self) -> list[TracedStage]:
         """Every stage of the full model: its block's name, and its traces."""
         names = self.short.stands_for if self.short else {}
-        found: list[_Traced] = []
-        stages: list[_Traced] = []
+        found: list[TracedStage] = []
+        stages: list[TracedStage] = []
 
         def expand() -> None:
             """The blocks since the last stage outside them: as they ran, or where some were cut, list by list.
@@ -347,22 +388,23 @@ class _Taken:
                     if stand_in in traced and stand_in.rpartition(".")[0] == container:
                         _, plain, *others = traced[stand_in]
                         again = [trace and renamed(trace, (stand_in, name)) for trace in others]
-                        stages.append(_Traced(name, renamed(plain, (stand_in, name)), *again))
+                        stages.append(TracedStage(name, renamed(plain, (stand_in, name)), *again))
             found.clear()
 
         for index, cut in enumerate(self.cuts):
             plain, recomputed, selective, on_host = self._traces(index)
             if cut.block is not None:
-                found.append(_Traced(cut.block, plain, recomputed, selective, on_host))
+                found.append(TracedStage(cut.block, plain, recomputed, selective, on_host))
                 continue
             expand()
             differs = recomputed is not None and shape_of(recomputed, "") != shape_of(plain, "")
-            stages.append(_Traced(None, plain, recomputed if differs else None, None, None))
+            stages.append(TracedStage(None, plain, recomputed if differs else None, None, None))
         expand()
         return stages
 
     def graph(self, model: nn.Module, name: str, seq_len: int | None) -> ModelGraph:
         parameters = _parameters(model)
+        finer = {each: None if taken is None else taken._stages for each, taken in self.finer.items()}
         modules = dict(model.named_modules())
         costs = measure_operators(self.raw, self.plain, self.operators)
         short_name = self.short.name if self.short is not None else str
@@ -377,7 +419,7 @@ class _Taken:
             compute_dtype=self.asked.dtype,
             parameters=parameters,
             operators=operators,
-            stages=_numbered(self._stages, modules, operators),
+            stages=numbered_stages(self._stages, modules, operators, finer),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=self._input_bytes(),
             batches=(*self.batches, CHECKED) if len(self.batches) > 1 else self.batches,
@@ -402,16 +444,6 @@ class _Taken:
         reached = {mark.name for mark in self.plain.marks if mark.kind == "gradient"}
         short_name = self.short.name if self.short is not None else str
         return tuple(name for name, p in parameters.items() if p.trainable and short_name(name) not in reached)
-
-
-class _Traced(NamedTuple):
-    """The traces of a stage of the full model; see `Stage`."""
-
-    block: str | None
-    plain: Trace
-    recomputed: Trace | None
-    selective: Trace | None
-    on_host: Trace | None
 
 
 def _check_on_host(run: Runner, batch: int, plain: GrowingTrace, cuts: Sequence[Cut], again: Recomputed) -> None:
@@ -493,32 +525,6 @@ def _operator(name: str, module: nn.Module, canonical: Mapping[str, str], costs:
     prefix = f"{name}." if name else ""
     owned = tuple(canonical[prefix + key] for key, value in module._parameters.items() if value is not None)
     return Operator(name, type(module).__name__, owned, split_dim=split_dim(module), **costs.__dict__)
-
-
-def _numbered(
-    stages: Sequence[_Traced],
-    modules: Mapping[str, nn.Module],
-    operators: Mapping[str, Operator],
-) -> tuple[Stage, ...]:
-    kinds: dict[object, int] = {}
-    numbered = []
-    blocks = {stage.block for stage in stages if stage.block is not None}
-    inside = {name for block in blocks for name in operators_below(modules[block], block)}
-    for index, (block, plain, *others) in enumerate(stages):
-        if block is None:
-            entered = {s.mark.name for s in plain.forward if s.mark.kind == "enter"}
-            owned = tuple(name for name in operators if name in entered and name not in inside)
-            key: object = ("outside", index)
-            parts: tuple[str, ...] = ()
-        else:
-            owned = tuple(operators_below(modules[block], block))
-            parts = tuple(find_parts(modules[block], block))
-            shapes = [trace and shape_of(trace, block) for trace in (plain, *others)]
-            key = (signature(modules[block]), *shapes)
-        name = block or ("start" if index == 0 else "end" if index + 1 == len(stages) else f"between.{index}")
-        number = kinds.setdefault(key, len(kinds))
-        numbered.append(Stage(name, block is not None, number, owned, parts, plain, *others))
-    return tuple(numbered)
 
 
 def _tensor_bytes(tree: Any) -> int:

@@ -54,6 +54,7 @@ def fit_levels(traces: Mapping[int, RawTrace], gradient_bytes: Mapping[str, int]
         moved=nothing,
         live=_array([row.live for row in rows]),
         mark_live=_array(levels),
+        cast_live=_array(levels),
         end_live=_array([line.exact(first.end_live, second.end_live)])[0],
         kinds=np.array([row.kind for row in rows], dtype=np.int64),
         workspaces=_array([row.workspace for row in rows]),

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -31,10 +31,17 @@ from numpy.typing import NDArray
 
 from osdp.errors import UsageError
 from osdp.model.kernels import DEEP, SCALAR_BYTES, WORKSPACE_BYTES, KernelKind
+from osdp.planfile import Granularity
 from osdp.recompute import Recompute
 
+SMALL_SHARE = 0.02  # an operator below this share of its block's parameters is gathered with the block
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+
+def is_gathered_alone(numel: int, of_block: int) -> bool:
+    """Whether an operator of so many parameters is a unit where its block is gathered by operators."""
+    return numel >= SMALL_SHARE * of_block
 
 
 @dataclass(frozen=True)
@@ -144,10 +151,11 @@ class Segment:
     """What runs between one mark and the next: `mark` opens it. See [Note: Trace].
 
     `peak` holds the lines (constant, per_sample) whose maximum is the activation peak, `end` the bytes alive when it
-    closes, both relative to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel,
-    `kinds` its `KernelKind`. `products` are the lines of products, `worked` and `attended` those of products and of
-    attention with their working space, `depths` of the depth of products that may need more; see [Note: Workspaces] in
-    kernels.py.
+    closes, `begin` the line of those once the unit that is entered has cast what it is given, if it casts, all relative
+    to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel, `kinds` its
+    `KernelKind`. `products` are the lines of products; `worked` are those of products with their working
+    space, `attended` those of attention and of kernels whose space is measured; `depths` of the depth of products that
+    may need more. See [Note: Workspaces] in kernels.py, and [Note: Measured space] in measured_space.py.
     """
 
     mark: Mark
@@ -160,6 +168,7 @@ class Segment:
     worked: tuple[Affine, ...] = ()
     attended: tuple[Affine, ...] = ()
     depths: tuple[Affine, ...] = ()
+    begin: tuple[Affine, ...] = ()
 
     def peak_at(self, batch: int, *, workspaces: bool = False) -> int:
         """The highest level; with `workspaces`, with the working space that products and attention take."""
@@ -180,13 +189,17 @@ class Trace:
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
     on_host: Affine = ZERO
+    timed_as: str = ""
 
     @cached_property
     def signature(self) -> str:
         """Equal for passes with the same kernels, and so the same time: FLOPs, bytes and kinds at every batch size.
 
-        Collectives and messages of a larger layout are no part of it.
+        Collectives and messages of a larger layout are no part of it. One with casts of its own (see [Note: Held dtype]
+        in held_dtype.py) is `timed_as` the one without.
         """
+        if self.timed_as:
+            return self.timed_as
         digest = hashlib.sha256()
         for segments in (self.forward, self.backward):
             rows = [
@@ -216,7 +229,8 @@ class Stage:
     `alike` numbers the kinds of stages: equal numbers have equal traces and equal operators but for their names.
     `parts` are the modules below a block that hold several operators. `recomputed` is None where nothing differs;
     `selective` is a block's trace where it is recomputed selectively, None where it cannot be; `on_host` is that with
-    its input on the host, None where that cannot be or was not asked for.
+    its input on the host, None where that cannot be or was not asked for. `finer` has the stage by parts or by
+    operators where its traces differ then, see [Note: Held dtype] in held_dtype.py; None where it does not run so.
     """
 
     name: str
@@ -228,6 +242,11 @@ class Stage:
     recomputed: Trace | None
     selective: Trace | None = None
     on_host: Trace | None = None
+    finer: Mapping[Granularity, Stage | None] = field(default_factory=dict)
+
+    def by(self, granularity: Granularity) -> Stage:
+        """The stage as it runs with its units of that size."""
+        return self.finer.get(granularity) or self
 
     def trace(self, recompute: Recompute) -> Trace:
         """Outside blocks it matters only whether some block is recomputed; see [Note: Stage]."""

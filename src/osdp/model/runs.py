@@ -9,7 +9,7 @@ every other), the graph is of one batch size, and plans are for that one only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,14 +34,16 @@ from osdp.model.fake import (
     without_layerdrop,
 )
 from osdp.model.graph import Affine, Trace
+from osdp.model.held_dtype import HeldDtypes, units_by_granularity
 from osdp.model.inputs import CaptureError, Inputs, map_tensors, output_loss, tensors_in
 from osdp.model.pace import Pace
 from osdp.model.shorten import Short
 from osdp.model.stages import Cut, GrowingTrace, build_trace, cut_stages, fit_growth, shape_of
-from osdp.model.structure import find_parts, operators_below, own_blocks, owns_parameters
+from osdp.model.structure import find_parts, own_blocks, owns_parameters
 from osdp.model.trace import RawTrace, Recorder, SeesKernels, run_trace
 from osdp.model.two_batches import KernelPairs, Kernels
 from osdp.model.values import NOT_DROPPED, Values, fake_of
+from osdp.planfile import WHOLE, Granularity
 from osdp.recompute import Recompute
 
 BATCHES = (2, 3)
@@ -65,6 +67,8 @@ class Runner:
     not_units: frozenset[str] = frozenset()  # see [Note: Used outside] in parameter_uses.py
     pace: Pace | None = None
     kernels: dict[int, Kernels] = field(default_factory=dict)  # of plain runs, by batch
+    held: torch.dtype = torch.float32  # see [Note: Held dtype] in held_dtype.py, also of the next one
+    granularity: Granularity = WHOLE
 
     @staticmethod
     def of(
@@ -78,6 +82,7 @@ class Runner:
         root_is_operator: bool,
         device: Device | None,
         not_units: Iterable[str] = (),
+        held_dtype: str = "fp32",
     ) -> Runner:
         with mode:
             fake = fake_copy(model, DTYPES[dtype], short.left_out(model) if short is not None else ())
@@ -87,7 +92,8 @@ class Runner:
                 short.cut(fake)
         out = frozenset(short.name(name) if short is not None else name for name in not_units)
         blocks = [block for block in own_blocks(fake) if block not in out]
-        return Runner(fake, inputs, loss, mode, blocks, DTYPES[dtype], bool(dropped), root_is_operator, device, out)
+        kind, held = DTYPES[dtype], DTYPES[held_dtype]
+        return Runner(fake, inputs, loss, mode, blocks, kind, bool(dropped), root_is_operator, device, out, held=held)
 
     @property
     def operators(self) -> set[str]:
@@ -108,11 +114,14 @@ class Runner:
         return {name: module for name, module in found.items() if name not in self.not_units}
 
     def plain(self, batch: int) -> RawTrace:
-        self.kernels[batch] = Kernels()
-        return self._run(batch, {}, book_saved=True, kernels=self.kernels[batch])
+        kernels = self.kernels[batch] = Kernels()
+        trace = self._run(batch, {}, book_saved=True, kernels=kernels)
+        kernels.measured.extend(trace.to_measure.values())
+        return trace
 
     def check(self, batch: int) -> RawTrace:
-        return self._run(batch, {}, book_saved=False)
+        """One that checks the others, in a process of its own: it measures nothing."""
+        return self._run(batch, {}, book_saved=False, measures=False)
 
     def recomputed(self, batch: int, how: Mapping[str, Recompute]) -> RawTrace:
         return self._run(batch, how, book_saved=False)
@@ -150,8 +159,11 @@ class Runner:
         book_saved: bool,
         compiled: bool = False,
         kernels: SeesKernels | None = None,
+        measures: bool = True,
     ) -> RawTrace:
+        units = units_by_granularity(self.model, self.blocks, self.not_units)
         inputs = self.inputs(batch)  # outside the mode: fake ones would have no values
+        is_real = self.device is None or self.device.is_cpu
         with same_draws(), torch_says_nothing(), self.mode, Values(batch) as values:
             args, kwargs = map_tensors(fake_of, inputs)
             eager = nullcontext() if compiled else compiling_nothing()
@@ -164,8 +176,12 @@ class Runner:
                     watched=self.outermost if compiled else self.watched,
                     recompute=recompute,
                     book_saved=book_saved,
-                    cast=units_of(self.model, self.blocks, self.not_units),
+                    cast=[self.model, *(self.model.get_submodule(name) for name in sorted(units[self.granularity]))],
                     input_dtype=self.dtype,
+                    held=HeldDtypes(
+                        self.held, self.dtype, units, self.granularity, compiled=self.blocks if compiled else ()
+                    ),
+                    measures=measures and is_real and not compiled,
                     pace=self.pace,
                     kernels=kernels,
                 )
@@ -179,14 +195,6 @@ def watched(model: nn.Module, blocks: Sequence[str], more: Iterable[str] = ()) -
     parts = [part for block in blocks for part in find_parts(modules[block], block)]
     names = {*blocks, *parts, *more}
     return {name: module for name, module in modules.items() if name in names or owns_parameters(module)}
-
-
-def units_of(model: nn.Module, blocks: Sequence[str], not_units: Set[str] = frozenset()) -> list[nn.Module]:
-    """The modules whose floating inputs FSDP2 casts: the model, its blocks, and the operators outside them."""
-    modules = dict(model.named_modules())
-    inside = {name for block in blocks for name in operators_below(modules[block], block)} | not_units
-    outside = [m for name, m in modules.items() if name and owns_parameters(m) and name not in inside]
-    return [model, *(modules[block] for block in blocks if block), *outside]
 
 
 @dataclass
@@ -223,7 +231,7 @@ def try_recompute(
     `selectively` gives the traces with all blocks recomputed selectively, or says why there are none.
     """
     found = _try_full(run, batches, cuts)
-    if found.trace is None:
+    if found.trace is None or run.granularity != WHOLE:  # selectively only blocks that are one unit are
         return found
     blocks = [cut.block for cut in cuts if cut.block in found.blocks and cut.block is not None]
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from osdp.model.graph import Affine, IntArray, Mark, Segment, Trace
 from osdp.model.inputs import CaptureError
 from osdp.model.kernels import KernelKind
+from osdp.model.measured_space import Lines, space_lines
 from osdp.model.trace import RawTrace
 
 _ROOT_LEFT = Mark("leave", "")
@@ -30,10 +31,19 @@ class GrowingTrace:
     moved: IntArray
     live: IntArray
     mark_live: IntArray
+    cast_live: IntArray
     end_live: IntArray
     kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     workspaces: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     depths: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    measured: Mapping[int, Lines] = field(default_factory=dict)  # by kernel, see [Note: Measured space]
+    left_out: int = 0  # kernels that should have been measured
+
+    @property
+    def notes(self) -> list[str]:
+        """What a plan for CPUs does not count."""
+        line = f"{self.left_out} convolutions are too large to be tried: what they work in is not in a plan for CPUs"
+        return [line] if self.left_out else []
 
     def at(self, batch: int) -> IntArray:
         return self.live @ np.array([1, batch])
@@ -88,10 +98,12 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         lines("moved"),
         lines("live"),
         lines("mark_live"),
+        lines("cast_live"),
         lines("end_live"),
         np.array(first.kinds, dtype=np.int64),
         lines("workspaces"),
         lines("depths"),
+        *space_lines(first.to_measure, second.to_measure, (b0, b1)),
     )
 
 
@@ -248,12 +260,16 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 mark=trace.marks[index],
                 peak=upper_lines(points),
                 end=Affine(int(end[0] - base[0]), int(end[1] - base[1])),
+                begin=_cast(trace, index, base),
                 flops=trace.flops[first_kernel:last_kernel],
                 moved=trace.moved[first_kernel:last_kernel],
                 kinds=trace.kinds[first_kernel:last_kernel],
                 products=_worked(trace, first_kernel, last_kernel, base, attention=False, by=0),
                 worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
-                attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
+                attended=(
+                    *_worked(trace, first_kernel, last_kernel, base, attention=True),
+                    *_measured(trace, first_kernel, last_kernel, base),
+                ),
                 depths=upper_lines(trace.depths[first_kernel:last_kernel]),
             )
         )
@@ -269,6 +285,18 @@ def _worked(
     return upper_lines(trace.live[first:last][taken] + by * workspaces[taken] - base) if taken.any() else ()
 
 
+def _cast(trace: GrowingTrace, mark: int, base: IntArray) -> tuple[Affine, ...]:
+    """The level once a unit has cast what it is given; none where it casts nothing."""
+    level = trace.cast_live[mark]
+    return () if (level == trace.mark_live[mark]).all() else upper_lines(level[None] - base)
+
+
+def _measured(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[Affine, ...]:
+    """The levels of kernels whose working space was measured, with it; see [Note: Measured space]."""
+    levels = [trace.live[place] + line - base for place in range(first, last) for line in trace.measured.get(place, ())]
+    return upper_lines(np.stack(levels)) if levels else ()
+
+
 def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
     """A trace without its block's name: equal for stages that are alike."""
     return tuple(
@@ -278,6 +306,7 @@ def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
             s.mark.recomputed,
             s.peak,
             s.end,
+            s.begin,
             s.flops.tobytes(),
             s.moved.tobytes(),
         )

@@ -17,11 +17,14 @@ from torch.utils.flop_counter import flop_registry
 
 from osdp._torch import TorchDispatchMode, tree_leaves, tree_map_only
 from osdp.model.graph import Mark
+from osdp.model.held_dtype import HeldDtypes
 from osdp.model.inputs import CaptureError, map_tensors
 from osdp.model.kernels import attention_workspace, kernel_kind, product_workspace, transposed_depth
+from osdp.model.measured_space import Kernel, kernel_of
 from osdp.model.pace import KERNELS, Pace
 from osdp.model.parameter_uses import ParameterUses
 from osdp.model.selective import checkpointed
+from osdp.planfile import Granularity
 from osdp.recompute import Recompute
 
 _DEVICE = torch.ops.prim.device.default
@@ -36,10 +39,12 @@ class RawTrace:
     kinds: list[int] = field(default_factory=list)
     workspaces: list[int] = field(default_factory=list)  # see [Note: Workspaces] in kernels.py
     depths: list[int] = field(default_factory=list)  # of products whose first matrix is transposed, see the same note
+    to_measure: dict[int, Kernel] = field(default_factory=dict)  # see [Note: Measured space] in measured_space.py
     live: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     mark_kernel: list[int] = field(default_factory=list)
     mark_live: list[int] = field(default_factory=list)
+    cast_live: list[int] = field(default_factory=list)  # at a mark, once what the unit is given is cast
     backward_mark: int = 0  # marks from here on belong to the backward pass
     saved: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
@@ -47,6 +52,7 @@ class RawTrace:
     end_live: int = 0
     assumptions: list[str] = field(default_factory=list)
     used_outside: dict[str, str] = field(default_factory=dict)  # see [Note: Used outside] in parameter_uses.py
+    differs: set[Granularity] = field(default_factory=set)  # see [Note: Held dtype] in held_dtype.py
 
 
 class SeesKernels(Protocol):
@@ -58,8 +64,16 @@ class SeesKernels(Protocol):
 class Recorder(TorchDispatchMode):
     """Counts FLOPs, bytes moved and bytes alive, kernel by kernel. Storages in `outside` do not count."""
 
-    def __init__(self, outside: set[int], pace: Pace | None = None, kernels: SeesKernels | None = None) -> None:
+    def __init__(
+        self,
+        outside: set[int],
+        pace: Pace | None = None,
+        kernels: SeesKernels | None = None,
+        *,
+        measures: bool = False,
+    ) -> None:
         super().__init__()
+        self._measures = measures
         self.trace = RawTrace()
         self._kernels = kernels
         self._pace = pace
@@ -109,6 +123,11 @@ class Recorder(TorchDispatchMode):
         self.trace.marks.append(Mark(kind, name, recomputed))
         self.trace.mark_kernel.append(len(self.trace.live))
         self.trace.mark_live.append(self.live)
+        self.trace.cast_live.append(self.live)
+
+    def cast(self) -> None:
+        """The unit that was just entered has cast what it is given: FSDP2 gathers it only then."""
+        self.trace.cast_live[-1] = self.live
 
     def _freed(self, key: int, _: object) -> None:
         entry = self._alive.pop(key, None)
@@ -146,9 +165,11 @@ class Recorder(TorchDispatchMode):
         while place and trace.mark_kernel[place - 1] > born:
             place -= 1
             trace.mark_live[place] -= nbytes
+            trace.cast_live[place] -= nbytes
         trace.marks.insert(place, Mark("gradient", name))
         trace.mark_kernel.insert(place, born)
         trace.mark_live.insert(place, trace.live[born])
+        trace.cast_live.insert(place, trace.live[born])
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -175,7 +196,13 @@ class Recorder(TorchDispatchMode):
         if self._kernels is not None:
             counts = self._seen(func, (*inputs, *outputs), counts, fresh)
         self._point(counts[0], counts[1], kernel_kind(func, args, kwargs, int(flops)), *counts[2:])
+        if self._measures and (kernel := kernel_of(func, args, int(flops))) is not None:
+            self._works(kernel)
         return out
+
+    def _works(self, kernel: Kernel) -> None:
+        """The last kernel works in space that is to be measured."""
+        self.trace.to_measure[len(self.trace.live) - 1] = kernel
 
     def _seen(
         self, func: Any, tensors: Sequence[Tensor], counts: tuple[int, ...], fresh: Sequence[Tensor]
@@ -378,6 +405,8 @@ def run_trace(
     book_saved: bool = False,
     cast: Sequence[nn.Module] = (),
     input_dtype: torch.dtype | None = None,
+    held: HeldDtypes | None = None,
+    measures: bool = False,
     pace: Pace | None = None,
     kernels: SeesKernels | None = None,
 ) -> RawTrace:
@@ -391,11 +420,11 @@ def run_trace(
         *(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)),
     ]
     names = {name for name, _ in model.named_parameters()}
-    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace, kernels)
+    recorder = Recorder({tensor.untyped_storage()._cdata for tensor in constants}, pace, kernels, measures=measures)
     hooks = Hooks(recorder, watched)
     hooks.watch_gradients(model)
     for module in cast:
-        casting = functools.partial(_cast_inputs, input_dtype)
+        casting = functools.partial(_cast_inputs, recorder, input_dtype)
         hooks.handles.append(module.register_forward_pre_hook(casting, with_kwargs=True))
     originals: list[tuple[nn.Module, dict[str, Any]]] = []  # a compiled block's forward is its own attribute
     for name, how in (recompute or {}).items():
@@ -404,7 +433,8 @@ def run_trace(
         host = _TracedHost(recorder, name)
         module.forward = checkpointed(module.forward, how, host=host, preserve_rng_state=False)  # type: ignore[method-assign]
     try:
-        with recorder, hooks.saving() if book_saved else _nothing():
+        seen = _nothing() if held is None else held.seen(model, hooks.inside)
+        with recorder, seen, hooks.saving() if book_saved else _nothing():
             recorder.mark("begin", "")
             uses = recorder.uses = ParameterUses(model, hooks.inside)
             output = model(*args, **kwargs)
@@ -414,6 +444,9 @@ def run_trace(
             recorder.trace.backward_mark = len(recorder.trace.marks)
             recorder.mark("turn", "")
             hooks.in_backward = True
+            if held is not None:
+                held.turn()
+                recorder.trace.differs = held.differs
             scalar.backward()
             recorder.mark("end", "")
             hooks.flush(model)
@@ -434,8 +467,12 @@ def run_trace(
     return recorder.trace
 
 
-def _cast_inputs(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+def _cast_inputs(
+    recorder: Recorder, dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    given = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+    recorder.cast()
+    return given
 
 
 @contextmanager

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from osdp.model.measured_space import Kernel
 from osdp.model.trace import RawTrace
 
 _BITS = 80  # of a count: bytes and FLOPs are below 2^63
 _LOW = (1 << _BITS) - 1
-_COUNTS = ("flops", "moved", "workspaces", "depths", "live", "mark_live")
+_COUNTS = ("flops", "moved", "workspaces", "depths", "live", "mark_live", "cast_live")
 
 Signature = tuple[Hashable, ...]
 
@@ -34,6 +35,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.rows: list[tuple[Signature, tuple[int, ...]]] = []
+        self.measured: list[Kernel] = []  # see [Note: Measured space] in measured_space.py
 
     def seen(self, func: Any, tensors: Iterable[Tensor], counts: tuple[int, ...]) -> tuple[int, ...]:
         self.rows.append((_signature(func, tensors, counts), counts))
@@ -45,10 +47,14 @@ class KernelPairs:
 
     def __init__(self, one: Kernels, other: Kernels) -> None:
         self._others: dict[Signature, tuple[int, ...] | None] = {}
-        self.is_complete = len(one.rows) == len(other.rows)
+        self._measured: dict[Kernel, Kernel | None] = {}
+        self.is_complete = len(one.rows) == len(other.rows) and len(one.measured) == len(other.measured)
         for (signature, _), (_, counts) in zip(one.rows, other.rows, strict=False):
             if self._others.setdefault(signature, counts) != counts:
                 self._others[signature] = None
+        for kernel, again in zip(one.measured, other.measured, strict=False):
+            if self._measured.setdefault(kernel, again) != again:
+                self._measured[kernel] = None
 
     def seen(self, func: Any, tensors: Iterable[Tensor], counts: tuple[int, ...]) -> tuple[int, ...]:
         others = self._others.get(_signature(func, tensors, counts))
@@ -57,10 +63,11 @@ class KernelPairs:
             return counts
         return tuple(count + (other << _BITS) for count, other in zip(counts, others, strict=True))
 
-    @staticmethod
-    def divided(trace: RawTrace) -> tuple[RawTrace, RawTrace]:
+    def divided(self, trace: RawTrace) -> tuple[RawTrace, RawTrace]:
         """The trace of the first batch size and that of the other one."""
         one: dict[str, Any] = {what: [count & _LOW for count in getattr(trace, what)] for what in _COUNTS}
         other: dict[str, Any] = {what: [count >> _BITS for count in getattr(trace, what)] for what in _COUNTS}
+        other["to_measure"] = {place: self._measured.get(kernel) for place, kernel in trace.to_measure.items()}
+        self.is_complete &= None not in other["to_measure"].values()
         one["end_live"], other["end_live"] = trace.end_live & _LOW, trace.end_live >> _BITS
         return replace(trace, **one), replace(trace, **other)

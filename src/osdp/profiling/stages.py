@@ -310,7 +310,7 @@ def _cuts(clock: Clock, blocks: list[str], operators: set[str]) -> list[Cut]:
     marks, turn = tuple(clock.trace.marks), clock.trace.backward_mark
     if blocks:
         none = np.zeros((0, 2), dtype=np.int64)
-        found = cut_stages(GrowingTrace(marks, (), turn, none, none, none, none, none), blocks, operators)
+        found = cut_stages(GrowingTrace(marks, (), turn, none, none, none, none, none, none), blocks, operators)
         if found is None:
             raise OsdpError("the model's blocks run in another order than when it was captured; report its name")
         return found

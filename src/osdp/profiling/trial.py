@@ -7,10 +7,9 @@ free; what was there before the step (parameters, optimizer states, buffers, inp
 
 from __future__ import annotations
 
-import os
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from osdp._torch import tree_leaves
 from osdp.accelerator import DeviceCalls
+from osdp.cpu_memory import peak_above_start
 from osdp.model.source import ModelSource
 from osdp.planfile import Plan
 from osdp.profiling.stages import random_inputs
@@ -124,20 +124,6 @@ def try_plan(source: ModelSource, plan: Plan, world: World, *, steps: int = 3, t
     for _ in range(tries):
         trials.take(steps)
     return trials.found()[0]
-
-
-def peak_above_start(run: Callable[[], object]) -> int:
-    """The most bytes that are allocated on the CPU while `run` runs, beyond those that were when it began."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints a line whenever it starts and stops
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    level = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()  # type: ignore[missing-attribute]
-        peak = max(peak, level)
-    return peak
 
 
 def storage_bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 from osdp._torch import tree_leaves
 from osdp.cost.positions import BUFFERS, GATHERED, GRADIENTS, SAVED, TEMPORARIES
 from osdp.model.kernels import DEEP, WORKSPACE_BYTES, attention_workspace, product_workspace, transposed_depth
+from osdp.model.measured_space import Kernel, space_of
 from osdp.model.trace import Recorder
 from osdp.runtime.collective_recorder import Recording
 
@@ -49,7 +50,7 @@ class MemoryAttributionRecorder(Recorder):
     """
 
     def __init__(self, issued: Recording | None) -> None:
-        super().__init__(set())
+        super().__init__(set(), measures=issued is None)
         self._issued = issued
         self._part: list[str] = []  # of every storage that ever was, by its number
         self._number: dict[int, int] = {}  # a living storage's number
@@ -131,6 +132,10 @@ class MemoryAttributionRecorder(Recorder):
         depth = transposed_depth(func, args)
         product = WORKSPACE_BYTES if depth >= DEEP else min(product_workspace(func, args), WORKSPACE_BYTES)
         return product + attention_workspace(func, args), depth
+
+    def _works(self, kernel: Kernel) -> None:
+        space = self._workspaces[len(self.trace.live) - 1] = space_of(kernel) or 0
+        self.trace.live[-1] += space
 
     def _point(self, flops: int, moved: int, kind: int = 0, workspace: int = 0, depth: int = 0) -> None:
         """Working space is there while the kernel runs, and only then."""

@@ -36,6 +36,12 @@ def profiled(trained: Iterator[Step], folder: Path, *, steps: int, device: torch
 
 
 def write_prediction(plan: Plan, source: ModelSource, folder: Path) -> None:
-    dtype = PRECISIONS[plan.precision].compute_dtype
-    graph = source.capture(dtype, name=plan.model.name, compiled=plan.compiled, on_host=plan.has_inputs_on_host)
+    precision = PRECISIONS[plan.precision]
+    graph = source.capture(
+        precision.compute_dtype,
+        held_dtype=precision.held_dtype,
+        name=plan.model.name,
+        compiled=plan.compiled,
+        on_host=plan.has_inputs_on_host,
+    )
     write_predicted(step_graph_of(plan, graph), folder / PREDICTED_FILE, folder / MEMORY_FILE)

@@ -77,7 +77,10 @@ class _Run:
         precision = job.precision or ("fp32" if world.device.type == "cpu" else "bf16")
         training = Training.of(precision, job.optimizer, job.reduce_dtype)
         self.rank_job.say("tracing the model")
-        graph = self.source.capture(training.precision.compute_dtype, device=cluster.device, name=job.name)
+        kind = training.precision
+        graph = self.source.capture(
+            kind.compute_dtype, held_dtype=kind.held_dtype, device=cluster.device, name=job.name
+        )
         rules = Rules(modes=job.modes or MODES, split=job.split, pins=dict(job.pins) or None)
         rules = replace(rules, recompute=read_recompute(job.recompute))
         wanted = Wanted(training, rules, job.batch, job.global_batch, job.candidates, job.steps)
