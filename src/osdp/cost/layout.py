@@ -45,6 +45,7 @@ class Footprint:
     leave_backward: int
     gradients: tuple[tuple[str, int], ...]
     calls: int  # in forward
+    repeated: int  # where the second forward enters it, be it before backward reaches it or after
 
 
 def footprint(trace: Trace, unit: Unit) -> Footprint:
@@ -75,6 +76,7 @@ def footprint(trace: Trace, unit: Unit) -> Footprint:
         leave_backward=at(trace.backward, "leave", again=False, last=True),
         gradients=tuple(gradients.items()),
         calls=sum(segment.mark.kind == "enter" and segment.mark.name == unit.name for segment in trace.forward),
+        repeated=again,
     )
 
 
@@ -147,6 +149,7 @@ class Layout:
                 finish=Position(2 * len(self.staged), 0),
                 gradients=p.gradients,
                 second=p.second,
+                repeated=p.repeated,
                 is_second=i in after_first,
                 calls=p.calls,
                 late=p.late,
@@ -222,6 +225,7 @@ class Layout:
             enter_backward=enter_backward,
             reached=reached,
             second=enter_backward if enter_backward != reached else None,
+            repeated=place("repeated", True, False),
             leave_backward=leave_backward,
             gradients=tuple(gradients.items()),
             calls=sum(f.calls for _, f in found) if len(unit.modules) == 1 else 1,
@@ -242,6 +246,7 @@ class _RawPlaces:
     enter_backward: Position | None
     reached: Position | None
     second: Position | None
+    repeated: Position | None
     leave_backward: Position | None
     gradients: tuple[tuple[str, Position], ...]
     calls: int

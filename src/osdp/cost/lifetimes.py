@@ -331,7 +331,7 @@ def _backward(option: Option, sizes: Sizes, places: Places, training: Training, 
     if places.enter_backward is None:
         return _gathered_in_vain(option, sizes, places, training, cluster)
     allocations = [Allocation(GATHERED, copy, places.enter_backward, freed)]
-    if slices > 1 and places.second is not None:
+    if slices > 1 and places.repeated is not None:
         allocations += slices_of_a_second_forward(option, sizes, places, training)
     if len(places.gradients) < len(sizes.gradients):  # zeros are made for some while the copy is there, not the input
         beyond_input = max(0, copy - sizes.reduced * training.reduce_bytes)

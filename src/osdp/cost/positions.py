@@ -74,7 +74,8 @@ class Places:
     finish: Position  # backward is done, the optimizer has not begun
     gradients: tuple[tuple[str, Position], ...]
     calls: int = 1  # in forward
-    second: Position | None = None  # where a second forward enters it
+    second: Position | None = None  # where a second forward enters it, and it was not there before
+    repeated: Position | None = None  # where a second forward enters it
     is_second: bool = False  # the step's first unit issues its gather
     late: bool = False  # of a block, but left when backward has ended; see [Note: Left at the end]
     turn: int = 0

@@ -39,8 +39,8 @@ def slice_growths(unit: Unit, option: Option, places: Places, operators: Mapping
     outputs, inputs = shape[unit.split_dim], shape[1 - unit.split_dim]
     sliced = -(-outputs // option.slices)
     growths = [Growth(_per_call(operator, sliced, outputs), places.enter.next().next(), places.leave)]
-    if places.second is not None:
-        begin = places.second.next().next()
+    if places.repeated is not None:
+        begin = places.repeated.next().next()
         growths.append(Growth(_per_call(operator, sliced, outputs), begin, begin.next()))
     first, leave = places.first_gradient, places.leave_backward
     takes_tokens = operator.kind == "Embedding"  # they have no gradient
@@ -69,9 +69,10 @@ def shards_of_slices(count: int, shard: int, sizes: Sizes, places: Places, train
 def slices_of_a_second_forward(option: Option, sizes: Sizes, places: Places, training: Training) -> list[Allocation]:
     """FSDP2 does not free what a forward within backward has gathered: all slices are there until backward has passed.
 
-    That one is there at a time is counted elsewhere, and so are all kept ones.
+    So it is with the last operator of a block too, which backward reaches before the block runs once more. That one is
+    there at a time is counted elsewhere, and so are all kept ones.
     """
-    begin, gathered = places.enter_backward, sizes.gathered * training.precision.compute_bytes
+    begin, gathered = places.repeated, sizes.gathered * training.precision.compute_bytes
     assert begin is not None
     count = option.slices if training.precision.casts else option.sharded * option.mode.is_sharded
     count -= option.sharded if option.mode.is_kept else 1
