@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -291,7 +292,7 @@ def _held_often(stage: Stage, times: float) -> Stage:
 
 
 def _raised(segment: Segment, more: Affine) -> Segment:
-    def lines(found: Iterable[Affine]) -> tuple[Affine, ...]:
+    def lines(found: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(line + more for line in found)
 
     return replace(
@@ -301,6 +302,7 @@ def _raised(segment: Segment, more: Affine) -> Segment:
         products=lines(segment.products),
         worked=lines(segment.worked),
         attended=lines(segment.attended),
+        measured=lines(segment.measured),
         begin=lines(segment.begin),
     )
 

@@ -167,7 +167,7 @@ def _joined(first: Segment, second: Segment) -> Segment:
 
 def _level(segment: Segment, level: Affine) -> Segment:
     """The segment's kernels at a level that stays."""
-    return replace(segment, peak=(level,), end=level, products=(), worked=(), attended=(), depths=())
+    return replace(segment, peak=(level,), end=level, products=(), worked=(), attended=(), measured=(), depths=())
 
 
 def _without_kernels(segment: Segment) -> Segment:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -62,6 +62,25 @@ class Affine:
 
 
 ZERO = Affine(0, 0)
+
+
+@dataclass(frozen=True)
+class MeasuredSpace:
+    """A kernel's level with the space that it works in: as seen at some batch sizes, else on lines above all of these.
+
+    See [Note: Measured space] in measured_space.py.
+    """
+
+    level: Affine
+    seen: tuple[tuple[int, int], ...]
+    lines: tuple[Affine, ...]
+
+    def at(self, batch: int) -> int:
+        space = dict(self.seen).get(batch)
+        return self.level.at(batch) + (max(line.at(batch) for line in self.lines) if space is None else space)
+
+    def __add__(self, more: Affine) -> MeasuredSpace:
+        return replace(self, level=self.level + more)
 
 
 @dataclass(frozen=True)
@@ -154,8 +173,8 @@ class Segment:
     closes, `begin` the line of those once the unit that is entered has cast what it is given, if it casts, all relative
     to the start of the stage; `flops` and `moved` have one (constant, per_sample) row a kernel, `kinds` its
     `KernelKind`. `products` are the lines of products; `worked` are those of products with their working
-    space, `attended` those of attention and of kernels whose space is measured; `depths` of the depth of products that
-    may need more. See [Note: Workspaces] in kernels.py, and [Note: Measured space] in measured_space.py.
+    space, `attended` those of attention, `measured` the levels of kernels whose space is measured; `depths` of the
+    depth of products that may need more. See [Note: Workspaces] in kernels.py.
     """
 
     mark: Mark
@@ -167,6 +186,7 @@ class Segment:
     products: tuple[Affine, ...] = ()
     worked: tuple[Affine, ...] = ()
     attended: tuple[Affine, ...] = ()
+    measured: tuple[MeasuredSpace, ...] = ()
     depths: tuple[Affine, ...] = ()
     begin: tuple[Affine, ...] = ()
 
@@ -179,7 +199,7 @@ class Segment:
         most = max((line.at(batch) for line in self.products), default=peak) + WORKSPACE_BYTES
         if any(line.at(batch) >= DEEP for line in self.depths):
             worked = most
-        return max(peak, min(worked, most), *(line.at(batch) for line in self.attended))
+        return max(peak, min(worked, most), *(line.at(batch) for line in (*self.attended, *self.measured)))
 
 
 @dataclass(frozen=True)

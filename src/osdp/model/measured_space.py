@@ -5,8 +5,9 @@ oneDNN's convolutions work on copies in an order of their own, and which they ma
 processor: a bound by formula was up to 9.7 times what was seen. But a plan for CPUs is made on one. So the kernel is
 run on zeros of its shapes and strides, on one thread, under the allocator's account; alike ones once in a process.
 What it takes jumps where it begins to compute otherwise, so it is run at several batch sizes, its shapes drawn on from
-those of two. Two lines are above all that was seen: one through the largest two batch sizes, and a constant for the
-others. What takes more than LARGEST_FLOPS, or all together MOST_FLOPS, is not run, and left out if it never is.
+those of two. For other batch sizes than these two lines are above all that was seen: one through the largest two, and
+a constant for the others. What takes more than LARGEST_FLOPS, or all together MOST_FLOPS, is not run, and left out if it
+never is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from torch import Tensor
 
 from osdp._torch import tree_leaves, tree_map_only, without_modes
 from osdp.cpu_memory import peak_above_start
+from osdp.model.graph import ZERO, Affine, MeasuredSpace
 
 TRIED = (1, 2, 3, 4, 8, 16, 64)  # batch sizes
 LARGEST_FLOPS, MOST_FLOPS = 2_000_000_000, 40_000_000_000  # a tenth of a second, and two, of one thread
 _MEASURED = ("aten::convolution", "aten::convolution_backward")
 _known: dict[object, int] = {}
-
-Lines = tuple[tuple[int, int], ...]
 
 
 class Given(NamedTuple):
@@ -77,11 +77,11 @@ def space_of(kernel: Kernel) -> int | None:
     return _known[key]
 
 
-def space_lines(
+def measured_spaces(
     low: Mapping[int, Kernel], high: Mapping[int, Kernel], batches: tuple[int, int]
-) -> tuple[dict[int, Lines], int]:
-    """Lines above what each kernel takes at any batch size, and how many kernels are left out."""
-    found: dict[int, Lines] = {}
+) -> tuple[dict[int, MeasuredSpace], int]:
+    """What each kernel works in at any batch size, and how many kernels are left out."""
+    found: dict[int, MeasuredSpace] = {}
     left_out, budget = 0, MOST_FLOPS
     for place, first in low.items():
         second = high[place]
@@ -96,20 +96,20 @@ def space_lines(
                 points[size] = space
         left_out += not points
         if any(points.values()):
-            found[place] = _above(points, grows=first != second)
+            found[place] = MeasuredSpace(ZERO, tuple(points.items()), _above(points, grows=first != second))
     return found, left_out
 
 
-def _above(points: Mapping[int, int], *, grows: bool) -> Lines:
+def _above(points: Mapping[int, int], *, grows: bool) -> tuple[Affine, ...]:
     """See [Note: Measured space]. Of a single batch size what is taken grows with the batch."""
     if not grows:
-        return ((max(points.values()), 0),)
+        return (Affine(max(points.values()), 0),)
     steps = [(0, 0), *sorted(points.items())]
     (size, space), (larger, most) = [*pairwise(steps)][-1]
     slope = max(0, math.ceil((most - space) / (larger - size)))
-    line = most - slope * larger, slope
-    over = [space for size, space in points.items() if space > line[0] + slope * size]
-    return (line, (max(over), 0)) if over else (line,)
+    line = Affine(most - slope * larger, slope)
+    over = [space for size, space in points.items() if space > line.at(size)]
+    return (line, Affine(max(over), 0)) if over else (line,)
 
 
 def _drawn_on(first: Kernel, second: Kernel, batches: tuple[int, int], size: int) -> Kernel | None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from osdp.model.graph import Affine, IntArray, Mark, Segment, Trace
+from osdp.model.graph import Affine, IntArray, Mark, MeasuredSpace, Segment, Trace
 from osdp.model.inputs import CaptureError
 from osdp.model.kernels import KernelKind
-from osdp.model.measured_space import Lines, space_lines
+from osdp.model.measured_space import measured_spaces
 from osdp.model.trace import RawTrace
 
 _ROOT_LEFT = Mark("leave", "")
@@ -36,7 +36,7 @@ class GrowingTrace:
     kinds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     workspaces: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     depths: IntArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
-    measured: Mapping[int, Lines] = field(default_factory=dict)  # by kernel, see [Note: Measured space]
+    measured: Mapping[int, MeasuredSpace] = field(default_factory=dict)  # by kernel
     left_out: int = 0  # kernels that should have been measured
 
     @property
@@ -103,7 +103,7 @@ def fit_growth(traces: Mapping[int, RawTrace]) -> GrowingTrace:
         np.array(first.kinds, dtype=np.int64),
         lines("workspaces"),
         lines("depths"),
-        *space_lines(first.to_measure, second.to_measure, (b0, b1)),
+        *measured_spaces(first.to_measure, second.to_measure, (b0, b1)),
     )
 
 
@@ -266,10 +266,8 @@ def _stretches(trace: GrowingTrace, span: tuple[int, int]) -> tuple[Segment, ...
                 kinds=trace.kinds[first_kernel:last_kernel],
                 products=_worked(trace, first_kernel, last_kernel, base, attention=False, by=0),
                 worked=_worked(trace, first_kernel, last_kernel, base, attention=False),
-                attended=(
-                    *_worked(trace, first_kernel, last_kernel, base, attention=True),
-                    *_measured(trace, first_kernel, last_kernel, base),
-                ),
+                attended=_worked(trace, first_kernel, last_kernel, base, attention=True),
+                measured=_measured(trace, first_kernel, last_kernel, base),
                 depths=upper_lines(trace.depths[first_kernel:last_kernel]),
             )
         )
@@ -291,10 +289,10 @@ def _cast(trace: GrowingTrace, mark: int, base: IntArray) -> tuple[Affine, ...]:
     return () if (level == trace.mark_live[mark]).all() else upper_lines(level[None] - base)
 
 
-def _measured(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[Affine, ...]:
-    """The levels of kernels whose working space was measured, with it; see [Note: Measured space]."""
-    levels = [trace.live[place] + line - base for place in range(first, last) for line in trace.measured.get(place, ())]
-    return upper_lines(np.stack(levels)) if levels else ()
+def _measured(trace: GrowingTrace, first: int, last: int, base: IntArray) -> tuple[MeasuredSpace, ...]:
+    """The levels of kernels whose working space was measured, with it."""
+    places = [place for place in range(first, last) if place in trace.measured]
+    return tuple(trace.measured[place] + Affine(*(trace.live[place] - base).tolist()) for place in places)
 
 
 def shape_of(trace: Trace, block: str) -> tuple[object, ...]:
