@@ -6,8 +6,8 @@ processor: a bound by formula was up to 9.7 times what was seen. But a plan for 
 run on zeros of its shapes and strides, on one thread, under the allocator's account; alike ones once in a process.
 What it takes jumps where it begins to compute otherwise, so it is run at several batch sizes, its shapes drawn on from
 those of two. For other batch sizes than these two lines are above all that was seen: one through the largest two, and
-a constant for the others. What takes more than LARGEST_FLOPS, or all together MOST_FLOPS, is not run, and left out if it
-never is.
+a constant for the others. What takes more than LARGEST_FLOPS, or all together MOST_FLOPS, is not run, and left out if
+it never is.
 """
 
 from __future__ import annotations
