@@ -59,7 +59,7 @@ def test_the_metadata_says_what_the_package_is(built: tuple[Path, Path]) -> None
     archive = zipfile.ZipFile(built[0])
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = email.message_from_string(archive.read(name).decode())
-    assert metadata["Name"] == "osdp-torch" and metadata["Version"] == osdp.__version__ == "0.2.0"
+    assert metadata["Name"] == "osdp-torch" and metadata["Version"] == osdp.__version__ == "0.3.0"
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
     needs = metadata.get_all("Requires-Dist")
     assert "torch<2.14,>=2.13" in needs and any("accelerate" in each and "extra" in each for each in needs)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from osdp.runtime.weights import load_pretrained
     from osdp.runtime.weights_out import save_pretrained
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Cluster",

@@ -20,7 +20,7 @@ from osdp.files import convert, plain, read_json, write_json
 from osdp.recompute import Recompute
 from osdp.sharding import ShardingMode
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 MOST_SAMPLES = 1 << 20  # of a step, as people may ask for it
 MOST_TOKENS = 1 << 24  # of a sample
 MOST_SPLITS = 16
