@@ -200,9 +200,12 @@ def example() -> Log:
 
     for share, plan in zip(SHARES, ("tight", "roomy"), strict=True):
         log.add("plan", way="osdp", share=share, plan=plan, predicted=1.0, gap=0.0)
+    log.add("plan", way="osdp, layout auto", share=SHARES[0], plan="stages", predicted=1.0, gap=0.0, stages=[{}, {}])
+    log.add("plan", way="osdp, layout auto", share=SHARES[1], plan="roomy", predicted=1.0, gap=0.0, like="osdp")
     timed("compute alone", 999, 0.1)
     timed("osdp", 90, 0.2, 0.1, 0.4, plan="tight")
     timed("osdp", 200, 0.1, plan="roomy")
+    timed("osdp, layout auto", 95, 0.15, plan="stages")
     timed("DDP", 222, 0.2)
     timed("FSDP2", 80, 0.4)
     timed("FSDP2", 120, 0.32, trial=8.0, batch=8)
@@ -216,6 +219,9 @@ def test_tables_follow_from_the_log() -> None:
     rows = {row.rival: row for row in tight.rows}
     assert rows["osdp"].rate == pytest.approx(80) and rows["osdp"].spread == pytest.approx(0.75)
     assert rows["FSDP2"].of_osdp == pytest.approx(0.5)
+    # a pipeline moves activations; where data parallelism alone is chosen, its figures are that row's
+    assert rows["osdp, layout auto"].of_limit == pytest.approx((16 / 0.15) / 160)
+    assert roomy.rate("osdp, layout auto") == roomy.rate("osdp")
     assert rows["DDP"].rate is None and rows["DDP"].why == "does not fit"
     # 4 MB of gradients, once to and once fro, half of them over a link of 62.5 MB/s: 64 ms a step of 16 samples
     assert rows["FSDP2"].of_limit == pytest.approx(40 / min(160, 16 / 0.064))

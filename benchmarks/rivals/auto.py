@@ -56,7 +56,8 @@ def make_layouts(bench: Bench, planner: Planner, limits: Mapping[float, int], mo
             bench.log.add("none", way=AUTO, share=share, why="does not fit")
             continue
         if alone and alone["predicted"] == best:
-            bench.log.add("plan", **{**alone, "way": AUTO, "like": OSDP})
+            same = {key: value for key, value in alone.items() if key != "what"}
+            bench.log.add("plan", **{**same, "way": AUTO, "like": OSDP})
         for number, each in enumerate(pipelines[:1]):
             if each.rate == best:
                 _make_stages(bench, planner, each, limit, {"way": AUTO, "share": share, "kind": number})
