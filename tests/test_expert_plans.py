@@ -23,7 +23,7 @@ import osdp
 from osdp.cli.main import main
 from osdp.cluster import Cluster
 from osdp.cost.outer import Clock, waiting_seconds, with_expert_collectives
-from osdp.cost.units import GRANULARITIES, modes_for, stage_units, with_same_experts
+from osdp.cost.units import modes_for, stage_units, with_same_experts
 from osdp.errors import UsageError
 from osdp.experts import local_experts
 from osdp.model.capture import capture

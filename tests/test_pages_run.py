@@ -231,7 +231,7 @@ def larger_layout() -> None:
     model.load_state_dict(torch.load("weights.pt"))
     stage = dist.get_rank() // 2
     stages = {"stage_module": StageOf(built(), stage), "device": torch.device("cpu"), "loss_fn": loss_of}
-    plans = [replace(plan_for(StageOf(built(), each), each), accumulation=2) for each in range(2)]
+    plans = [replace(plan_for(StageOf(built(), each), each, 2), accumulation=2) for each in range(2)]
     exchanged = {'"cuda", (4, 2)': '"cpu", (2, 2)', '"cuda", (2, 4)': '"cpu", (2, 2)'}
     page = "docs/howto/tensor-and-pipeline.md"
     space = run_page(page, {"model": model}, stages | {"plans": plans}, exchanged=exchanged)

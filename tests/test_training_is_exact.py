@@ -29,9 +29,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 import osdp
-from osdp.cost.units import GRANULARITIES, OPERATORS, PARTS, WHOLE
 from osdp.engine import ASYNC_GLOO, STOCK, Engine
-from osdp.planfile import Plan
+from osdp.planfile import GRANULARITIES, OPERATORS, PARTS, WHOLE, Plan
 from osdp.recompute import Recompute
 from osdp.sharding import FREE, FREE_IN_NODE, FREE_TO_NODE, KEEP, KEEP_IN_NODE, MODES, REPLICATE
 

@@ -80,13 +80,18 @@ class ForkWorker(Generic[T]):
 
 
 def may_fork() -> bool:
-    """Whether a copy of this process can trace: it has no accelerator's or process group's threads to miss."""
+    """Whether a copy of this process can trace: it has no accelerator's or process group's threads to miss.
+
+    Of CUDA is known whether it runs already; beside any other accelerator nothing is forked.
+    """
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
         return False
     import torch
     import torch.distributed as dist
 
-    return not torch.cuda.is_initialized() and not (dist.is_available() and dist.is_initialized())
+    there = torch.accelerator.current_accelerator()
+    runs = torch.cuda.is_initialized() if there is None or there.type == "cuda" else True
+    return not runs and not (dist.is_available() and dist.is_initialized())
 
 
 def _forked(call: Callable[[], object]) -> tuple[int, int] | None:

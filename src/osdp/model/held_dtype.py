@@ -87,7 +87,9 @@ class HeldDtypes:
         handles = [
             module.register_forward_pre_hook(self._look_at(name), with_kwargs=True)
             for name, module in model.named_modules()
-            if any(name in self.units[each] for each in GRANULARITIES) and name not in self.units[WHOLE]
+            if any(name in self.units[each] for each in GRANULARITIES)
+            and name not in self.units[WHOLE]
+            and _innermost(name, self._compiled) == ""
         ]
         for name, parameter in model.named_parameters(remove_duplicate=False):
             owner = name.rpartition(".")[0]
