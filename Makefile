@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Test processes at a time: more than the cores of a small machine, as tests of ranks often wait for each other.
-JOBS ?= 3
+JOBS ?= 4
 # Ranks are many short processes: none should compile what another one has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt

@@ -30,7 +30,7 @@ from osdp.model.capture import capture
 from osdp.model.graph import ModelGraph, Segment
 from osdp.model.kernels import KernelKind
 from osdp.plan_check import check_alone
-from osdp.planfile import Plan
+from osdp.planfile import GRANULARITIES, Plan
 from osdp.report.layouts_page import layout_rows
 from osdp.report.page import plan_page
 from osdp.report.terminal import layout_sentence, print_plan
